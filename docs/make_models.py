@@ -16,7 +16,7 @@ from pages import DOCS, code, replaced, table
 
 TESTS = DOCS.parent / "tests"
 sys.path.insert(0, str(TESTS / "support"))
-from whole_models import NO_CHAT, PADDED, REFUSED, WHOLE  # noqa: E402
+from whole_models import NO_CHAT, PADDED, WHOLE  # noqa: E402
 
 FOUND = TESTS / "any" / "found.json"
 COLUMNS = {
@@ -52,8 +52,8 @@ def block() -> str:
         rows = f"padded: {PADDED[name]}" if name in PADDED else "packed"
         groups.setdefault((rows, *(found[name][column] for column in COLUMNS.values())), []).append(name)
     lines = [(", ".join(TYPES.get(name) or code(name) for name in names), *cells) for cells, names in groups.items()]
-    refused = REFUSED | dict.fromkeys(NO_CHAT, "its processor takes no conversation")
-    lines += [(code(name), f"refused: {why}", *[""] * len(COLUMNS)) for name, why in refused.items()]
+    why = "refused: its processor takes no conversation"
+    lines += [(code(name), why, *[""] * len(COLUMNS)) for name in NO_CHAT]
     return table(["type of the model", "rows", *COLUMNS.values()], lines)
 
 

@@ -191,7 +191,6 @@ def test_norms_in_another_dtype_than_a_class_takes_are_refused_before_the_first_
     [
         ("paligemma", "numbers the tokens of a text"),
         pytest.param("got_ocr2", "cannot prepare 1 images", marks=pytest.mark.any),
-        pytest.param("llama4", "is not made of a model and an output layer", marks=pytest.mark.any),
     ],
 )
 def test_other_families_are_refused_before_the_first_step(name: str, reason: str, whole: Whole, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """transformers' InternVL, both ways: a training with pixel shuffle exports to it, and its folders start a training."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.llava.llava import build_llava
-from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts, is_llava
 from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.files.provenance import read_notes, seal
 from llava_fsdp.train import main as train
 
 SHUFFLE = "model.projector_type=pixel_shuffle2x_mlp2x_gelu"
@@ -56,22 +56,6 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tower: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     train.train(make_config(tower, dataset, folder, *RUN, "export.verify=true", "data.image_aspect_ratio=pad"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def theirs(tower: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as on the hub: its image token is one of the vocabulary, and it has no llava_fsdp.json."""
-    folder = tmp_path_factory.mktemp("theirs")
-    shutil.copytree(run / "export", folder, dirs_exist_ok=True)
-    (folder / "llava_fsdp.json").unlink()
-    config: Any = InternVLConfig.from_pretrained(folder)
-    config.image_token_id, config.vision_feature_layer = config.text_config.vocab_size - 7, -1
-    torch.manual_seed(7)
-    InternVLForConditionalGeneration(config).save_pretrained(folder)
-    said = json.loads((folder / "config.json").read_text())
-    assert said.pop("tie_word_embeddings") is False
-    write_json(folder / "config.json", said)
     return folder
 
 
@@ -144,36 +128,6 @@ def test_our_folder_comes_back_to_the_bit(run: Path, tmp_path: Path) -> None:
         assert (made / name).read_text() == (run / "export" / name).read_text(), name
 
 
-@torch.no_grad()
-def test_their_folder_has_our_logits(theirs: Path, tmp_path: Path) -> None:
-    """All rows of its vocabulary are kept: tokens behind its image token were trained. Its config.json says nothing of
-    tied embeddings, which means tied to InternVL's class, but its files have both weights."""
-    assert "tie_word_embeddings" not in json.loads((theirs / "config.json").read_text())
-    model, own = loaded(theirs), ours(theirs, tmp_path / "unused")
-    vocabulary, image = model.config.text_config.vocab_size, model.config.image_token_id
-    assert own.parts.language.vocab_size == vocabulary > image + 1
-    ids, pixels = torch.randint(3, image, (1, TOKENS + 5)), torch.randn(1, 3, 42, 42)
-    places = torch.arange(2, 2 + TOKENS)
-    seeds, images = (
-        torch.zeros(1, dtype=torch.int64),
-        {"positions": places, "rows": torch.arange(TOKENS), "tiles": pixels},
-    )
-    found = own(ids, None, images, seeds, torch.arange(ids.numel()), return_logits=True)
-    shown = ids.clone()
-    shown[0, places] = image
-    expected = model(input_ids=shown, pixel_values=pixels).logits[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_model_without_weights_of_an_output_layer_stays_tied(theirs: Path, tmp_path: Path) -> None:
-    shutil.copytree(theirs, tmp_path / "theirs")
-    config: Any = InternVLConfig.from_pretrained(theirs)
-    assert config.tie_word_embeddings
-    InternVLForConditionalGeneration(config).save_pretrained(tmp_path / "theirs")
-    own = ours(tmp_path / "theirs", tmp_path / "unused")
-    assert own.lm_head.weight is own.language_model.get_input_embeddings().weight
-
-
 def test_it_answers_as_transformers_does(run: Path, dataset: Path) -> None:
     path = dataset / "images" / "1.png"
     own = Assistant(str(run / "export"), "v1", AspectRatio.square)
@@ -189,21 +143,6 @@ def test_it_answers_as_transformers_does(run: Path, dataset: Path) -> None:
     answer.close()
     found = own.answers([Question([Turn("human", "<image>\nwhat is it")], [path], "here")], 8)
     assert found == [answer.text] and answer.text
-
-
-@pytest.mark.slow
-def test_their_model_trains_and_exports_again(
-    theirs: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    values = [*RUN, "export.verify=true", "model.select_layer=-1", "model.train=[projector]", *whole(theirs)]
-    cfg = make_config(theirs, dataset, tmp_path / "run", *values)
-    with caplog.at_level(logging.WARNING):
-        train.train(cfg)
-    assert "is an InternVL model" in caplog.text
-    before, after = loaded(theirs).state_dict(), loaded(tmp_path / "run" / "export").state_dict()
-    rows = InternVLConfig.from_pretrained(theirs).text_config.vocab_size
-    changed = {name for name in before if not torch.equal(before[name][:rows], after[name][:rows])}
-    assert changed == {name for name in before if "multi_modal_projector" in name}
 
 
 def whole(folder: Path) -> list[str]:
@@ -300,14 +239,27 @@ def test_what_contradicts_a_folder_is_refused(key: str, said: str, run: Path, da
         ({"downsample_ratio": 0.3}, "downsample_ratio=0.3"),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act=relu"),
         ({"image_seq_length": 36}, "image_seq_length=36"),
-        ({"use_mean_pooling": False}, "use_mean_pooling"),
+        ({"use_mean_pooling": False, "vision_feature_layer": -1}, "use_mean_pooling"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_folder_of_another_form_is_refused(values: dict[str, Any], said: str, theirs: Path, tmp_path: Path) -> None:
-    shutil.copytree(theirs, tmp_path / "changed")
-    config = json.loads((theirs / "config.json").read_text()) | values
+def test_a_folder_of_another_form_is_refused(values: dict[str, Any], said: str, run: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(run / "export", tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text()) | values
     config["vision_config"] |= {k: v for k, v in values.items() if k in config["vision_config"]}
-    write_json(tmp_path / "changed" / "config.json", config)
+    notes = read_notes(changed)
+    write_json(changed / "config.json", config)
+    seal(changed, {key: value for key, value in notes.items() if key not in ("files", "digest")})
     with pytest.raises(ModelError, match=said):
-        export(conversion(tmp_path / "changed", tmp_path / "made"))
+        export(conversion(changed, tmp_path / "made"))
+
+
+@pytest.mark.parametrize("notes", [None, {"run": "of the class"}, {"vocab_size": 300}], ids=str)
+def test_what_this_package_has_trained_with_one_tile_is_no_class_of_transformers(
+    notes: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """The notes of a training of the class do not have the size of the vocabulary."""
+    config = InternVLConfig(vision_config=TOWER)
+    if notes is not None:
+        seal(tmp_path, notes)
+    assert is_llava(config, tmp_path) is (notes is not None and "vocab_size" in notes)

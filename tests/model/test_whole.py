@@ -26,8 +26,10 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.class_parts import class_parts
 from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.init_weights import computed_buffers
+from llava_fsdp.model.whole.answers import class_around
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.positions import positions_of
+from llava_fsdp.model.whole.structure import base_of
 from llava_fsdp.model.whole.whole import Whole, explained_dtypes
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
@@ -236,23 +238,40 @@ def test_buffers_in_the_files_of_a_class_are_read(tmp_path: Path) -> None:
 
 def test_a_class_that_changes_logits_is_refused() -> None:
     config = family("gemma3")
-    check_logits(whole_model_of(config), LogitChange())
+    check_logits(base_of(whole_model_of(config)), LogitChange())
     with pytest.raises(ModelError, match="other logits"):
-        check_logits(whole_model_of(config), LogitChange(factor=1.01))
+        check_logits(base_of(whole_model_of(config)), LogitChange(factor=1.01))
     with pytest.raises(ModelError, match="other logits"):
-        check_logits(whole_model_of(config), LogitChange(cap=100.0))
+        check_logits(base_of(whole_model_of(config)), LogitChange(cap=100.0))
 
 
 def test_a_class_that_numbers_tokens_in_another_way_is_refused() -> None:
     for name in ("gemma3", "qwen3_vl", "exaone4_5", "aria"):
-        check_positions(whole_model_of(family(name)))
+        check_positions(base_of(whole_model_of(family(name))))
     with pytest.raises(ModelError, match=r"numbers the tokens of a text \[1, 2, 3\]"):
-        check_positions(whole_model_of(family("paligemma")))
+        check_positions(base_of(whole_model_of(family("paligemma"))))
 
 
-def test_a_class_of_other_parts_is_refused() -> None:
-    with pytest.raises(ModelError, match="not made of a model and an output layer"):
-        build("llama4")
+def test_a_class_whose_language_model_has_the_output_layer_keeps_its_names() -> None:
+    model, peer = build("llama4", "model.train=[vision,projector,language]"), whole_model_of(family("llama4"))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in peer.named_parameters()]
+    assert model.output_name == "language_model.lm_head" and model.output is model.output_layer()
+    own = model.structure
+    assert (own.language, own.towers) == ("language_model.model", ("vision_model",))
+    parts = {part_name(name, model.named_parts) for name, _ in model.named_parameters()}
+    assert parts == {"language_model.model", "language_model.lm_head", "vision_model", "multi_modal_projector"}
+    around = class_around(family("llama4"), model)
+    assert around.language_model.lm_head is model.output and around.vision_model is model.get_submodule("vision_model")
+    assert around.language_model.model is model.language
+
+
+def test_a_class_that_changes_hidden_states_outside_of_its_base_is_refused() -> None:
+    base = base_of(whole_model_of(family("llama4")))
+    check_logits(base, LogitChange())
+    base = base_of(whole_model_of(family("llama4")))
+    base.whole.language_model.register_forward_hook(lambda *call: call[-1].__setitem__("logits", call[-1].logits * 2))
+    with pytest.raises(ModelError, match="hidden states"):
+        check_logits(base, LogitChange())
 
 
 def test_two_dtypes_in_a_product_are_explained() -> None:

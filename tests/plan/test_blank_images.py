@@ -23,6 +23,8 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": (8_767_123_696, 20 * 15),
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (31_070_754_032, 20 * 15),
     "mistral-community/pixtral-12b": (12_682_739_712, 40 * 30),
+    "OpenGVLab/InternVL3-2B-hf": (2_088_957_440, (4 * 3 + 1) * 256),
+    "OpenGVLab/InternVL3-8B-hf": (7_944_373_760, (4 * 3 + 1) * 256),
 }
 """Name -> number of parameters of the published weights; and tokens of an image of the size PHOTO, by the
 rules in the model's report."""

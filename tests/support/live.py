@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.plan.memory.blank_images import image_token
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -65,14 +66,19 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatchSizes]]
     alive = AllAlive(own)
     with alive:
         train_step(state, step, cfg, 0.0)
-    return alive.peak, [describe(micro, world.rank) for micro in step.micro_batches]
+    whole = state.model.parts.class_config
+    image_id = None if whole is None else image_token(whole)
+    return alive.peak, [describe(micro, world.rank, image_id) for micro in step.micro_batches]
 
 
-def describe(micro: Any, rank: int = 0) -> MicroBatchSizes:
-    segments, tiles, places = micro.segments, micro.images["tiles"], micro.images["positions"]
+def describe(micro: Any, rank: int = 0, image_id: int | None = None) -> MicroBatchSizes:
+    """The sizes of a micro-batch. `image_id`: the token of images, if the model is a whole one of transformers."""
+    segments = micro.segments
     rows, length = micro.input_ids.shape
     samples = rows if segments is None else len(segments[2])
     context = 1 if segments is None else sum(segments[2]) // (rows * length)
-    return MicroBatchSizes(
-        rows, length, samples, len(tiles), len(micro.label_ids), len(places), context, rank % context
-    )
+    if image_id is None:
+        tiles, tokens = len(micro.images["tiles"]), len(micro.images["positions"])
+    else:
+        tiles = tokens = int((micro.input_ids == image_id).sum())
+    return MicroBatchSizes(rows, length, samples, tiles, len(micro.label_ids), tokens, context, rank % context)

@@ -26,13 +26,11 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 NO_CHAT = ("paligemma", "got_ocr2")
 """Families whose processors take no conversation: they need an image, at one place, and no more than one."""
 CHAT = tuple(name for name in FAMILIES if name not in NO_CHAT)
-LLAVA = ("llava", "llava_next", "llava_onevision", "internvl")
+LLAVA = ("llava", "llava_next", "llava_onevision")
 """Families that are trained as LLaVA, without transformers' processor."""
-REFUSED = {"llama4": "its class is not made of a model and an output layer"}
-"""Families whose class is not supported: {name: why}."""
-WHOLE = tuple(name for name in CHAT if name not in (*LLAVA, *REFUSED))
+WHOLE = tuple(name for name in CHAT if name not in LLAVA)
 """Families that are trained as a whole: by their class and processor."""
-PADDED = {"qwen3_5": "linear attention", "lfm2_vl": "convolutions"}
+PADDED = {"qwen3_5": "linear attention", "lfm2_vl": "convolutions", "llama4": "chunked attention"}
 """Families whose rows are padded, because their layers cannot keep the samples of a packed row apart: {name: why}."""
 SIZES = [(40, 28), (24, 56), (32, 32), (61, 17), (30, 30), (20, 20), (45, 90), (7, 9)]
 """(width, height) of the images that `write_images` writes."""

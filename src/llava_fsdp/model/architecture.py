@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +92,7 @@ class Architecture(nn.Module, ABC):
     """Names of the modules that have adapters."""
     language_name: str
     """Name of the module that is the language model, without its output layer."""
-    output_name: ClassVar[str]
+    output_name: str
     """Name of the output layer, the module that makes logits and losses."""
     named_parts: Mapping[str, NamedPart]
     """The parts of the model by the beginnings of their parameters' names, in the order in which they are shown. A
@@ -135,9 +136,14 @@ class Architecture(nn.Module, ABC):
         return None
 
     @property
+    def output(self) -> Any:
+        """The output layer; None in a stage without it."""
+        return attrgetter(self.output_name)(self)
+
+    @property
     def output_weight(self) -> nn.Parameter:
         """The weight of the output layer, [vocabulary, hidden]."""
-        return getattr(self, self.output_name).weight
+        return self.output.weight
 
     @property
     def is_tied(self) -> bool:
@@ -207,13 +213,12 @@ class Architecture(nn.Module, ABC):
 
     def set_label_loss(self, loss: LabelLoss) -> None:
         """Replace the loss function of the output layer. Do nothing in a stage without output layer."""
-        output = getattr(self, self.output_name)
-        if output is not None:
-            output.label_loss = loss
+        if self.output is not None:
+            self.output.label_loss = loss
 
     def tie(self) -> None:
         """Make the weight of the output layer that of the embeddings."""
-        getattr(self, self.output_name).weight = self.language.get_input_embeddings().weight
+        self.output.weight = self.language.get_input_embeddings().weight
 
     def replace_language(self, language: nn.Module) -> None:
         self.set_submodule(self.language_name, language)

@@ -208,10 +208,7 @@ class Planner:
     def count_flops(self, recomputes: bool) -> Flops:
         """Count the FLOPs of the model. `recomputes`: activations are recomputed in the backward pass."""
         flops = count_flops(self.model, activation_checkpointing=recomputes)
-        if self.images is None:
-            return flops
-        work = self.images.work()
-        return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
+        return flops if self.images is None else self.images.with_images(flops, recomputes)
 
     def divide(self) -> None:
         """Set the attributes that depend on the configuration's kinds of parallelism: how the weights are divided, and

@@ -49,6 +49,9 @@ LIMITED = re.compile(r"anyres_max_(\d+)")
 """Pattern for the `vision_aspect_ratio` in LLaVA-OneVision's config.json. Its number is the value of
 `data.max_tiles`."""
 INTERNVL = InternVLConfig.model_type
+ROWS = "vocab_size"
+"""Key of the number of trained rows of the embeddings in the notes of an export of a `Llava`; those of a `Whole` do not
+have it."""
 LLAVA = (LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, InternVLConfig)
 """Configurations of the models that are trained as a `Llava`, if `is_llava`. All others are trained as a `Whole`."""
 LARGEST_SIZES = {
@@ -91,11 +94,6 @@ def find_parts(cfg: ModelConfig) -> Parts:
     config = read_llava_config(folder, "model.checkpoint")
     with library_errors(f"model.checkpoint={folder}: its config.json is damaged"):
         check_selection(config, cfg, folder)
-    if isinstance(config, InternVLConfig) and not read_notes(folder):
-        log().warning(
-            "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image; here an image "
-            "is what data.image_aspect_ratio says, and the prompt what data.template says", folder,
-        )  # fmt: skip
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
     language.tie_word_embeddings = has_tied_weights(whole_model_of, config, folder)
@@ -106,14 +104,18 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 def is_llava(config: PretrainedConfig, folder: Path) -> bool:
     """Return whether a model in a folder is trained as a `Llava`, which makes all images, or tiles of images, squares
-    of one size. A vision tower that is told the sizes of images, as Pixtral (arXiv 2410.07073), takes them as they are.
-    Such a model is trained as a `Llava` only if the folder has notes: then this package has trained it so."""
+    of one size.
+
+    A vision tower that is told the sizes of images, as Pixtral (arXiv 2410.07073), takes them as they are, and InternVL
+    joins tiles in its own way. Such a model is trained as a `Llava` only if this package has trained it so: its notes
+    have the size of the vocabulary then.
+    """
     if not isinstance(config, LLAVA):
         return False
     vision: Any = config.vision_config
     tower: Any = MODEL_MAPPING.get(type(vision), None)
     takes_sizes = tower is not None and "image_sizes" in inspect.signature(tower.forward).parameters
-    return not takes_sizes or bool(read_notes(folder))
+    return ROWS in read_notes(folder) or not (takes_sizes or isinstance(config, InternVLConfig))
 
 
 def separate_parts(language: Path, vision: Path) -> Parts:
@@ -324,15 +326,11 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
     the folder is damaged."""
     notes = read_notes(folder)
     if notes:
-        rows = notes.get("vocab_size")
+        rows = notes.get(ROWS)
         if type(rows) is not int or not 1 <= rows <= config.text_config.vocab_size:
-            raise ModelError(
-                f"{folder / NOTES} has vocab_size={rows!r}, and the model has {config.text_config.vocab_size}"
-            )
+            raise ModelError(f"{folder / NOTES} has {ROWS}={rows!r}, and the model has {config.text_config.vocab_size}")
         return rows
     rows = config.text_config.vocab_size
-    if isinstance(config, InternVLConfig):  # the image token of InternVL is not the first untrained token
-        return rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
 
 

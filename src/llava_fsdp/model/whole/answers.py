@@ -20,7 +20,7 @@ from transformers import (
 
 from llava_fsdp.model.logit_change import without_change
 from llava_fsdp.model.weights.conversions import whole_model_of
-from llava_fsdp.model.whole.structure import BASE, OUTPUT
+from llava_fsdp.model.whole.structure import replace_modules
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
 """Chooses the next token of each row, int64 [rows], from logits, float32 [rows, vocabulary]."""
@@ -39,22 +39,20 @@ class Generation:
     push: Push
 
 
-def class_around(config: PretrainedConfig, base: nn.Module, output: nn.Module) -> Any:
+def class_around(config: PretrainedConfig, model: nn.Module) -> Any:
     """Return a model of transformers' class with the modules of another one, which it shares.
 
     Args:
         config: the whole configuration.
-        base: the model without output layer.
-        output: the output layer. It returns the logits as the class makes them, so that the class must not change them
-            again.
+        model: holds the modules under the names of the class. Its output layer returns the logits as the class makes
+            them, so that the class must not change them again.
     """
     made: Any = whole_model_of(config)
-    # `output` already applies the class's factor and cap of logits
+    # the output layer already applies the class's factor and cap of logits
     text = made.config.get_text_config()
     for key, value in without_change(text).items():
         setattr(text, key, value)
-    made.set_submodule(BASE, base)
-    made.set_submodule(OUTPUT, output)
+    replace_modules(made, model)
     made.generation_config = GenerationConfig()  # the folder's may draw tokens, or search for an answer
     return made.eval()
 

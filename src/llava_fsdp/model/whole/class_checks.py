@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from llava_fsdp.model.logit_change import LogitChange
-from llava_fsdp.model.whole.structure import base_of, language_of
+from llava_fsdp.model.whole.structure import Base, decoder_of, language_of
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors
 
@@ -28,29 +28,40 @@ class Outputs(tuple):
         return self[0] if name == "last_hidden_state" else None
 
 
-class GivenStates(nn.Module):
-    """Stands for a model without output layer, and returns given hidden states whatever it is called with."""
+class StandIn(nn.Module):
+    """Stands for a language model, or for a model without output layer. It returns given hidden states, or else the
+    embeddings that it gets, and keeps the positions that it is called with."""
 
-    def __init__(self, states: torch.Tensor):
+    def __init__(self, config: PretrainedConfig, states: torch.Tensor | None = None):
         super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(VOCABULARY, config.hidden_size)
         self.states = states
+        self.seen: torch.Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Outputs:
-        return Outputs((self.states,))
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(
+        self, *_: Any, inputs_embeds: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, **__: Any
+    ) -> Outputs:
+        self.seen = position_ids
+        return Outputs((inputs_embeds if self.states is None else self.states,))
 
 
-def check_logits(model: PreTrainedModel, change: LogitChange) -> None:
+def check_logits(divided: Base, change: LogitChange) -> None:
     """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
     output layer with `change`, or cannot run so. The class gets a few random hidden states, and random weights of a
     small output layer.
 
     Args:
-        model: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
+        divided: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
     """
+    model = divided.whole
     what = f"a {type(model).__name__}, model_type={model.config.model_type}"
     try:
         with torch.no_grad(), torch.device("cpu"):
-            theirs, ours = logits_of(model, change)
+            theirs, ours = logits_of(divided, change)
     except Exception as error:
         raise ModelError(f"{what} is not supported: its class makes no logits of hidden states ({error})") from error
     if theirs.shape != ours.shape or not torch.allclose(theirs.float(), ours, rtol=1e-5, atol=1e-5):
@@ -60,49 +71,47 @@ def check_logits(model: PreTrainedModel, change: LogitChange) -> None:
         )
 
 
-def logits_of(model: Any, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of the same hidden states as the class makes them and as the output layer does."""
-    width = model.config.get_text_config().hidden_size
+def logits_of(divided: Base, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of the same hidden states as the class makes them and as the output layer does. Raise
+    ModelError if a class whose output layer is an identity returns others than the hidden states of its language
+    model."""
+    model: Any = divided.whole
+    config = model.config.get_text_config()
+    width = config.hidden_size
     dice = torch.Generator().manual_seed(0)
     head = nn.Linear(width, VOCABULARY, bias=False)
     head.weight = nn.Parameter(torch.randn((VOCABULARY, width), generator=dice) * LARGE * width**-0.5)
     states = torch.randn((1, TOKENS, width), generator=dice)
-    model.model, model.lm_head = GivenStates(states), head
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    return logits, change.apply(head(states).float())
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    stand_in = StandIn(config, states)
+    if divided.module is model:
+        replace_module(model, decoder_of(model), stand_in)
+        if not torch.equal(model(**inputs).logits, states):
+            raise ModelError("it changes the hidden states of its language model")
+    else:
+        model.set_submodule(divided.prefix.removesuffix("."), stand_in)
+    model.set_submodule(divided.output, head)
+    return model(**inputs).logits, change.apply(head(states).float())
 
 
-class SeenPositions(nn.Module):
-    """Stands for a language model, and keeps the positions that it is called with."""
-
-    def __init__(self, language: PreTrainedModel):
-        super().__init__()
-        self.config = language.config
-        self.embed_tokens = nn.Embedding(VOCABULARY, language.config.hidden_size)
-        self.seen: torch.Tensor | None = None
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def forward(self, *, inputs_embeds: torch.Tensor, position_ids: torch.Tensor | None = None, **_: Any) -> Outputs:
-        self.seen = position_ids
-        return Outputs((inputs_embeds,))
+def replace_module(model: nn.Module, inner: nn.Module, stand_in: nn.Module) -> None:
+    model.set_submodule(next(name for name, own in model.named_modules() if own is inner), stand_in)
 
 
-def check_positions(model: PreTrainedModel) -> None:
+def check_positions(divided: Base) -> None:
     """Raise ModelError if the class of a model in transformers does not number the tokens of a text from 0. PaliGemma's
     begins with 1.
 
     Args:
-        model: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
+        divided: on the meta device. Its language model is replaced.
     """
-    base = base_of(model)
+    model, base = divided.whole, divided.module
     language = language_of(base)
     with torch.device("cpu"):
-        stand_in = SeenPositions(language)
+        stand_in = StandIn(language.config)
         ids = torch.ones((1, TOKENS), dtype=torch.int64)
-        base.set_submodule(next(name for name, own in base.named_modules() if own is language), stand_in)
+        replace_module(base, language, stand_in)
         with torch.no_grad(), library_errors(f"a {type(model).__name__} does not run on a text"):
             base.eval()(input_ids=ids, attention_mask=ids, use_cache=False)
     seen = stand_in.seen

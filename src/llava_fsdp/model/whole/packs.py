@@ -34,7 +34,7 @@ def layers_without_mask(whole: ConfigKey) -> str | None:
     The answers for the last 64 configurations are cached. Raises ModelError if transformers cannot build the model."""
     tried = copy.deepcopy(whole.config)
     keep_frequencies(tried.get_text_config())
-    model: Any = language_of(base_of(whole_model_of(tried)))
+    model: Any = language_of(base_of(whole_model_of(tried)).module)
     config, visits = model.config, list[nn.Module]()
     refused = other_attention(config, type(model))
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})

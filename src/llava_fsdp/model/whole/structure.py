@@ -14,16 +14,33 @@ from llava_fsdp.config import Part
 from llava_fsdp.model.blocks import find_stacks
 from llava_fsdp.runtime.errors import ModelError
 
-BASE, OUTPUT = "model", "lm_head"
-"""Names of the model without output layer and of the output layer, in transformers' classes and in `Whole`."""
+BASE = "model"
+"""Name of the model without output layer in most of transformers' classes."""
 DEPTHS = ("num_hidden_layers", "depth")
 """Keys under which the configurations of vision towers have their number of blocks."""
 
 
 @dataclass(frozen=True)
-class Structure:
-    """The names of a model's parts, with the leading `model.`."""
+class Base:
+    """One of transformers' classes, divided into an output layer and what makes the hidden states for it."""
 
+    whole: PreTrainedModel
+    """The class."""
+    module: PreTrainedModel
+    """Makes the hidden states. It is the model in the class; or, if the output layer is inside of the language model
+    (as in Llama 4), the class itself with an identity as output layer, so that its logits are the hidden states."""
+    prefix: str
+    """What the names of the module's parameters begin with in the class: `model.`, or nothing."""
+    output: str
+    """Name of the output layer in the class, such as `lm_head`."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The names of a model's parts, as in its class."""
+
+    output: str
+    """Name of the output layer."""
     language: str
     """Name of the language model, without its output layer."""
     towers: tuple[str, ...]
@@ -36,7 +53,7 @@ class Structure:
 
     def part_of(self, name: str) -> Part:
         """Return the part to which a parameter or module belongs, by its name."""
-        if is_inside(name, (self.language, OUTPUT)):
+        if is_inside(name, (self.language, self.output)):
             return Part.language
         if is_inside(name, self.towers) and not is_inside(name, self.projectors):
             return Part.vision
@@ -48,9 +65,10 @@ def is_inside(name: str, outer: tuple[str, ...]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in outer)
 
 
-def find_structure(base: PreTrainedModel) -> Structure:
-    """Find the parts of a model without output layer, on any device. Raises ModelError if it has no language model in
-    it, or if its language model has no list of blocks."""
+def find_structure(divided: Base) -> Structure:
+    """Find the parts of a model, on any device. Raises ModelError if it has no language model in it, or if its language
+    model has no list of blocks."""
+    base = divided.module
     language = language_of(base)
     names = {module: name for name, module in base.named_modules()}
     own = f"{names[language]}."
@@ -68,28 +86,73 @@ def find_structure(base: PreTrainedModel) -> Structure:
         width = language.config.hidden_size
         projectors += [f"{tower_name}.{child}" for child in behind_blocks(tower, blocks, width)]
 
-    def with_base(found: Any) -> tuple[str, ...]:
-        return tuple(f"{BASE}.{name}" for name in found)
+    def in_class(found: Any) -> tuple[str, ...]:
+        return tuple(divided.prefix + name for name in found)
 
-    return Structure(f"{BASE}.{names[language]}", with_base(towers), with_base(projectors), with_base(stacks))
+    own_name = divided.prefix + names[language]
+    return Structure(divided.output, own_name, in_class(towers), in_class(projectors), in_class(stacks))
 
 
-def base_of(whole: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without output layer in one of transformers' classes. Raises ModelError if the class has other
-    parts than these two."""
-    base: Any = getattr(whole, BASE, None)
-    if not isinstance(base, PreTrainedModel) or whole.get_output_embeddings() is not getattr(whole, OUTPUT, None):
-        raise ModelError(f"a {type(whole).__name__} is not made of a model and an output layer, and is not supported")
-    return base
+def base_of(whole: PreTrainedModel) -> Base:
+    """Divide one of transformers' classes. If the class has no model of its own beside its output layer, the output
+    layer is replaced, in place. Raises ModelError if the class has no output layer."""
+    output = whole.get_output_embeddings()
+    name = next((name for name, module in whole.named_modules() if module is output), None)
+    if output is None or name is None:
+        raise ModelError(f"a {type(whole).__name__} has no output layer, and is not supported")
+    inner: Any = getattr(whole, BASE, None)
+    if isinstance(inner, PreTrainedModel) and output not in set(inner.modules()):
+        return Base(whole, inner, f"{BASE}.", name)
+    whole.set_submodule(name, nn.Identity())
+    return Base(whole, whole, "", name)
+
+
+class Named(nn.Module):
+    """Holds modules under the names that they have in a class of transformers."""
+
+
+def name_modules(whole: nn.Module, output: str, layer: nn.Module, into: nn.Module) -> None:
+    """Give the modules of a class, and another output layer, to the module `into` under the names of the class.
+
+    Args:
+        output: name of the output layer in the class.
+        layer: takes its place.
+    """
+    first, _, rest = output.partition(".")
+    for name, child in whole.named_children():
+        if name != first:
+            into.add_module(name, child)
+    if not rest:
+        into.add_module(first, layer)
+        return
+    inner = Named()
+    name_modules(whole.get_submodule(first), rest, layer, inner)
+    into.add_module(first, inner)
+
+
+def replace_modules(whole: nn.Module, named: nn.Module) -> None:
+    """Replace the modules of a class, in place, by those that another module holds under the same names
+    (`name_modules`)."""
+    for name, child in named.named_children():
+        if isinstance(child, Named):
+            replace_modules(whole.get_submodule(name), child)
+        else:
+            whole.set_submodule(name, child)
 
 
 def language_of(base: PreTrainedModel) -> PreTrainedModel:
     """Return the language model in a model without output layer. Raises ModelError if it has no
     language model in it, or is one as a whole."""
-    language: Any = base.get_decoder()
+    language = decoder_of(base)
     if language is base or not isinstance(language, PreTrainedModel) or language not in set(base.modules()):
         raise ModelError(f"a {type(base).__name__} has no language model in it that could be told from its other parts")
     return language
+
+
+def decoder_of(base: PreTrainedModel) -> nn.Module:
+    """Return what transformers calls the decoder of a model, without an output layer of its own."""
+    decoder: Any = base.get_decoder()
+    return decoder.get_submodule(BASE) if decoder.get_output_embeddings() is not None else decoder
 
 
 def lists_in(module: nn.Module) -> Iterator[nn.ModuleList]:

@@ -32,7 +32,7 @@ from llava_fsdp.model.whole.answers import Generation, class_around, generate
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.packs import packs
 from llava_fsdp.model.whole.positions import positions_of
-from llava_fsdp.model.whole.structure import BASE, OUTPUT, base_of, find_structure
+from llava_fsdp.model.whole.structure import base_of, find_structure, is_inside, name_modules
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TYPES = "token_type_ids"
@@ -61,8 +61,6 @@ class Whole(Architecture):
     Its processor makes the inputs. So there are no tiles, and no code for a single kind of model.
     """
 
-    output_name = OUTPUT
-
     def __init__(
         self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
     ):
@@ -76,7 +74,7 @@ class Whole(Architecture):
         """
         super().__init__()
         assert parts.class_config is not None
-        tried = whole_model_of(parts.class_config)
+        tried = base_of(whole_model_of(parts.class_config))
         check_positions(tried)
         check_logits(tried, parts.logit_change)
         # the checks have replaced modules, so the class is built again
@@ -86,22 +84,25 @@ class Whole(Architecture):
         self.parts = parts
         self.compute_dtype = compute_dtype
         self.kernel = kernel
-        self.model: Any = base_of(made)
-        self.model.config.use_cache = False
-        self.model.config.return_dict = True  # a folder's false would make its outputs tuples
         rows, width = made.get_output_embeddings().weight.shape
-        self.lm_head = OutputLayer(width, rows, label_loss, parts.logit_change)
-        self.structure = find_structure(self.model)
+        base = base_of(made)
+        self.held: tuple[Any] = (base.module,)
+        """The module that makes the hidden states, in a tuple: its parameters are named as in the class, once."""
+        self.base.config.use_cache = False
+        self.base.config.return_dict = True  # a folder's false would make its outputs tuples
+        self.output_name = base.output
+        name_modules(made, base.output, OutputLayer(width, rows, label_loss, parts.logit_change), self)
+        self.structure = find_structure(base)
         self.language_name = self.structure.language
         self.named_parts = named_parts(self)
         if parts.language.tie_word_embeddings:
-            self.lm_head.weight = self.language.get_input_embeddings().weight
+            self.tie()
         other = names ^ {name for name, _ in self.named_parameters(remove_duplicate=False)}
         if other:
             raise ModelError(f"a {type(made).__name__} has parameters outside of its model and output layer: {other}")
         theirs = attention_of_transformers(parts.language, type(self.language))
         self.use_attention(theirs if kernel is None else rows_name(kernel.attention))
-        known = inspect.signature(self.model.forward).parameters
+        known = inspect.signature(self.base.forward).parameters
         self.types = [name for name in known if name.endswith(TYPES)]
         """Names of the token types that the model takes. They are 0 in text."""
         self.unused = frozenset()
@@ -158,25 +159,31 @@ class Whole(Architecture):
         # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
         mask = torch.ones_like(input_ids) if self.kernel is None else BoundaryMask.of(input_ids, segments)
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, **given}
-        with explained_dtypes(type(self.model).__name__):
-            output: torch.Tensor = self.model(**inputs, use_cache=False).last_hidden_state
+        with explained_dtypes(type(self.base).__name__):
+            made = self.base(**inputs, use_cache=False)
+        output: torch.Tensor = made.logits if hasattr(made, "logits") else made.last_hidden_state
         labelled = output.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if return_logits:
-            return self.lm_head(labelled)
+            return self.output(labelled)
         assert label_ids is not None
-        return self.lm_head(labelled, label_ids, collector=collector)
+        return self.output(labelled, label_ids, collector=collector)
 
     def answer(self, prompts: torch.Tensor, images: ImageInputs, generation: Generation) -> None:
         """Let transformers' class generate the tokens that follow prompts. While it runs, the language model attends as
         transformers does without packed rows."""
         assert self.parts.class_config is not None
-        own = class_around(self.parts.class_config, self.model, self.lm_head)
+        own = class_around(self.parts.class_config, self)
         before = self.attention
         self.use_attention(attention_of_transformers(self.parts.language, type(self.language)))
         try:
             generate(own, prompts, {name: self.cast(value) for name, value in images.items()}, generation)
         finally:
             self.use_attention(before)
+
+    @property
+    def base(self) -> Any:
+        """The module of transformers that makes the hidden states."""
+        return self.held[0]
 
     def cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.compute_dtype) if value.is_floating_point() else value
@@ -230,7 +237,7 @@ class Whole(Architecture):
 
     def check_trained_blocks(self) -> None:
         """Raise ConfigError if `model.train` names parts or blocks that the model does not have."""
-        kind = type(self.model).__name__
+        kind = type(self.base).__name__
         present = {self.structure.part_of(name) for name, _ in self.named_parameters()}
         for text in self.cfg.train:
             part, blocks = part_and_blocks(text)
@@ -248,7 +255,7 @@ class Whole(Architecture):
 
     def output_layer(self) -> nn.Module | None:
         """Return the output layer; None if its weight is that of the embeddings."""
-        return None if self.parts.language.tie_word_embeddings else self.lm_head
+        return None if self.parts.language.tie_word_embeddings else self.output
 
     def whole_while_frozen(self) -> list[nn.Module]:
         """Return the vision towers, which do not run on ranks without images while they and the projector are
@@ -277,13 +284,13 @@ class Whole(Architecture):
     def with_vocabulary(self) -> set[str]:
         """Return the names of the weights of the embeddings and the output layer, which have a row for each token."""
         embeddings = self.language.get_input_embeddings().weight
-        return {f"{OUTPUT}.weight", *(name for name, own in self.named_parameters() if own is embeddings)}
+        return {f"{self.output_name}.weight", *(name for name, own in self.named_parameters() if own is embeddings)}
 
     def use_attention(self, name: str) -> None:
         """Let the language model attend by another implementation of transformers' AttentionInterface; the vision part
         keeps its own. Blocks that run again in the backward pass must find the same implementation."""
         self.attention = name
-        for config in (self.language.config, self.model.config.get_text_config()):
+        for config in (self.language.config, self.base.config.get_text_config()):
             config._attn_implementation = name
 
     def remove_inputs(self) -> None:
@@ -335,8 +342,9 @@ def named_parts(model: Whole) -> Mapping[str, NamedPart]:
     own = model.structure
     found = {name: NamedPart("projector", Part.projector) for name in own.projectors}
     found |= {name: NamedPart("vision tower", Part.vision) for name in own.towers}
-    found |= {own.language: NamedPart("language model"), OUTPUT: NamedPart("output layer")}
-    return found | {BASE: NamedPart("projector", Part.projector)}
+    found |= {own.language: NamedPart("language model"), own.output: NamedPart("output layer")}
+    others = [name for name, _ in model.named_children() if not is_inside(own.output, (name,))]
+    return found | {name: NamedPart("projector", Part.projector) for name in others if name not in found}
 
 
 def build_whole(

@@ -7,19 +7,23 @@ No tokenizer is needed.
 import inspect
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from PIL import Image
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoImageProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from llava_fsdp.config import Config, Part
 from llava_fsdp.data.batching.batch import ForwardInputs
 from llava_fsdp.data.images.image_tokens import PHOTO, ImageTokens
 from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.flops import Flops
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.whole import TYPES, Whole
@@ -61,6 +65,8 @@ class BlankImages:
     """The image processor."""
     photo: Size
     """Size of an image whose size is unknown."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the image processor."""
     known: dict[Size, VisionWork] = field(default_factory=dict)
 
     @classmethod
@@ -76,7 +82,7 @@ class BlankImages:
             processor = AutoImageProcessor.from_pretrained(
                 parts.whole, local_files_only=True, trust_remote_code=False, backend="pil"
             )
-        return cls(model, processor, photo)
+        return cls(model, processor, photo, image_arguments(parts.class_config))
 
     # the planner asks `blends`, `needs_size`, `count_tiles` and `of` of this class as of `ImageTokens`
     blends: ClassVar[bool] = False
@@ -97,7 +103,8 @@ class BlankImages:
 
     def pixels(self, size: Size, count: int) -> dict[str, torch.Tensor]:
         """Return the inputs of `count` images of one size in one sample, by the image processor's names, on the CPU."""
-        made = self.processor([[Image.new("RGB", size)] * count], return_tensors="pt")
+        given = {**self.arguments, "return_tensors": "pt"}
+        made = self.processor([[Image.new("RGB", size)] * count], **given)
         return {
             name: values.float() if values.is_floating_point() else values
             for name, values in made.items()
@@ -115,14 +122,17 @@ class BlankImages:
     def measure(self, pixels: dict[str, torch.Tensor]) -> VisionWork:
         """Return what the vision part does for an image with these inputs."""
         model = self.model
-        takes = inspect.signature(model.model.get_image_features).parameters
+        takes = inspect.signature(model.base.get_image_features).parameters
         given = {name: model.cast(value) for name, value in pixels.items() if name in takes}
         weights = [own for own in model.parameters() if own.requires_grad]
         counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
         with KnownValues(), FusedKernels(), counter:
-            groups = features_of(model.model.get_image_features(**given))
+            made = model.base.get_image_features(**given)
+            groups = features_of(made)
             forward = counter.get_total_flops()
-            trained = [tensor for group in groups for tensor in group if tensor.requires_grad]
+            # beside the features of tokens, DeepStack makes some for the first blocks of the language model
+            leaves = tree_leaves([groups, getattr(made, "deepstack_features", None)])
+            trained = [own for own in leaves if isinstance(own, torch.Tensor) and own.requires_grad]
             if trained:
                 torch.autograd.grad(trained, weights, [torch.ones_like(own) for own in trained], allow_unused=True)
         return VisionWork(
@@ -131,6 +141,12 @@ class BlankImages:
             forward if Part.vision in model.cfg.trained else 0,
             sum(values.nbytes for values in pixels.values()),
         )
+
+    def with_images(self, flops: Flops, recomputes: bool) -> Flops:
+        """Return FLOPs with those of an image token as measured for an image of the size `photo`, which attention makes
+        differ from those of the weights. `recomputes`: activations are recomputed in the backward pass."""
+        work = self.work()
+        return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def images_of(self, tokens: int) -> tuple[int, Size]:
         """Return how many images of which size have about so many tokens: as many of the size `photo` as fit best, each
@@ -154,13 +170,13 @@ class BlankImages:
         each = self.work(size).tokens
         rows, length = micro.rows, micro.length
         count = min(count, rows * ((length - 1) // (each + 1)))  # as many as fit
-        image_id = image_token(self.model.model.config)
+        image_id = image_token(self.model.base.config)
         ids = torch.full((rows, length), int(image_id == 0))  # text: any id that is not the image token's
         for number in range(count):
             begin = 1 + (number // rows) * (each + 1)  # a token of text between two images
             ids[number % rows, begin : begin + each] = image_id
         images = self.pixels(size, count) if count else {}
-        takes = inspect.signature(self.model.model.forward).parameters
+        takes = inspect.signature(self.model.base.forward).parameters
         images = {name: value for name, value in images.items() if name in takes}
         types = {name: (ids == image_id).long() for name in takes if name.endswith(TYPES)}
         images |= types | self.positions(rows, length, list(types))
@@ -200,6 +216,19 @@ def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
     return BlankImages.of_parts(model, model.parts, PHOTO)
 
 
+def image_arguments(config: Any) -> Mapping[str, Any]:
+    """Return the arguments with which the processor of a model calls its image processor, whatever the folder says:
+    InternVL's with `crop_to_patches=True`. They are in the processor's class, so that it need not be opened, for which
+    torchvision may be needed; empty if the class cannot be imported without it."""
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    try:
+        kind: Any = getattr(transformers, name) if name else None
+        older = getattr(getattr(kind, "valid_processor_kwargs", None), "_defaults", {})  # of older releases
+        return {**getattr(kind, "images_kwargs", {}), **older.get("images_kwargs", {})}
+    except ImportError:
+        return {}
+
+
 def features_of(made: Any) -> list[list[torch.Tensor]]:
     """Return the features in what `get_image_features` of one of transformers' classes returns, each [..., width] with
     the features of image tokens. There is one list for each block of the language model that gets features of all image
@@ -228,7 +257,9 @@ def attention_flops(queries: Any, keys: Any, values: Any, *_: Any, **__: Any) ->
 
 
 def attention_backward_flops(gradient: Any, queries: Any, keys: Any, values: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(gradient, queries, keys, values)
+    """Return twice the FLOPs of the forward pass, as for the language model (`model/flops.py`). The kernel's own
+    recomputation of the weights of attention is left out."""
+    return 2 * sdpa_flop_count(queries, keys, values)
 
 
 ATTENTION = {

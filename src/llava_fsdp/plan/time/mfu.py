@@ -14,8 +14,10 @@ from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import Flops, count_flops, pairs_in_windows
 from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.plan.memory.blank_images import BlankImages, image_rule
 from llava_fsdp.plan.time.hardware import DEVICES, GPUS
 from llava_fsdp.plan.time.step_time import recomputed_share
+from llava_fsdp.runtime.text.log import log
 
 TERA = 1e12
 
@@ -51,10 +53,13 @@ class Utilization:
 
 
 def utilization_of(model: Architecture, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Count the model's FLOPs, and find the peak of `world_size` devices like `device`."""
+    """Count the FLOPs of a model on the meta device, and find the peak of `world_size` devices like `device`."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
+    images = open_images(cfg, model)
+    if images is not None:
+        needed, everything = images.with_images(needed, False), images.with_images(everything, True)
     share = recomputed_flops_share(cfg.activation_checkpointing)
     recomputed = Flops._make(share * (more - less) for more, less in zip(everything, needed, strict=True))
     # in fp16 the loss runs again, under any activation checkpointing
@@ -64,6 +69,20 @@ def utilization_of(model: Architecture, cfg: Config, device: torch.device, world
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
     return Utilization(needed, model.language_config, recomputed, None if peak is None else peak * world_size, source)
+
+
+def open_images(cfg: Config, model: Architecture) -> BlankImages | None:
+    """Return what measures the FLOPs of an image in a whole model of transformers. Return None for a model that is
+    given tiles, and if they cannot be measured: then attention in the vision part is left out."""
+    try:
+        rule = image_rule(cfg, model)
+        if not isinstance(rule, BlankImages):
+            return None
+        rule.work()
+        return rule
+    except Exception as error:  # only a number of the report becomes too small, which must not end the training
+        log().warning("attention in the vision part is not counted in MFU: %s: %s", type(error).__name__, error)
+        return None
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
