@@ -54,9 +54,10 @@ GROUPS = {
     "`finetune_task_qlora` train adapters (adapters.md); `onevision_1_5`, `onevision_2_single_image`, `onevision_2` "
     "are LLaVA-OneVision's (models.md)",
     "model": "`tiny`, `llava_v1_5_7b`, `llava_v1_5_13b`, `qwen2_5_siglip`, `llava_onevision_7b`, "
-    "`llava_onevision_0_5b`, `smollm2_dinov2`; with `stage=finetune_task`, `finetune_task_lora` or "
-    "`finetune_task_qlora`: `qwen2_5_vl_3b`, `qwen2_5_vl_7b`, `qwen3_vl_2b`, `qwen3_vl_4b`, `qwen3_vl_8b`, "
-    "`qwen3_vl_30b_a3b`, `gemma3_4b`, `gemma3_12b`, `pixtral_12b`, `smolvlm2_2_2b`, `internvl3_2b`, `internvl3_8b`; "
+    "`llava_onevision_0_5b`, `smollm2_dinov2`; with `stage=finetune`, `finetune_task`, "
+    "`finetune_task_lora` or `finetune_task_qlora`: `qwen2_5_vl_3b`, `qwen2_5_vl_7b`, `qwen3_vl_2b`, `qwen3_vl_4b`, "
+    "`qwen3_vl_8b`, `qwen3_vl_30b_a3b`, `gemma3_4b`, `gemma3_12b`, `pixtral_12b`, `smolvlm2_2_2b`, `internvl3_2b`, "
+    "`internvl3_8b`; "
     "`own`, the neutral LLaVA recipe, is chosen where `model.language` or `model.checkpoint` is named without it",
     "data": "`shapes` (embedded), `llava_json` (records in files)",
     "sharding": "`zero0`, `zero1`, `zero2`, `zero3`, `hybrid`, `hybrid2` (sharding.md); `auto`: the planner's choice",
