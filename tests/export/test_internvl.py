@@ -11,7 +11,13 @@ from harness import RankPool, single_world
 from PIL import Image
 from reference import EXPORTED, outcome, train_on
 from small import conversion, make_config, write_json, write_parts
-from transformers import AutoProcessor, InternVLConfig, InternVLForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    LlavaConfig,
+    PretrainedConfig,
+)
 from weights import same, weights
 
 from llava_fsdp.chat.assistant import Assistant, Question
@@ -255,11 +261,13 @@ def test_a_folder_of_another_form_is_refused(values: dict[str, Any], said: str, 
 
 
 @pytest.mark.parametrize("notes", [None, {"run": "of the class"}, {"vocab_size": 300}], ids=str)
+@pytest.mark.parametrize(
+    "config", [InternVLConfig(vision_config=TOWER), LlavaConfig(vision_config={"model_type": "pixtral"})], ids=type
+)
 def test_what_this_package_has_trained_with_one_tile_is_no_class_of_transformers(
-    notes: dict[str, Any] | None, tmp_path: Path
+    config: PretrainedConfig, notes: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """The notes of a training of the class do not have the size of the vocabulary."""
-    config = InternVLConfig(vision_config=TOWER)
     if notes is not None:
         seal(tmp_path, notes)
     assert is_llava(config, tmp_path) is (notes is not None and "vocab_size" in notes)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.model.logit_change import LogitChange
-from llava_fsdp.model.whole.structure import Base, decoder_of, language_of
+from llava_fsdp.model.whole.structure import DividedClass, decoder_of, language_of
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors
 
@@ -49,7 +49,7 @@ class StandIn(nn.Module):
         return Outputs((inputs_embeds if self.states is None else self.states,))
 
 
-def check_logits(divided: Base, change: LogitChange) -> None:
+def check_logits(divided: DividedClass, change: LogitChange) -> None:
     """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
     output layer with `change`, or cannot run so. The class gets a few random hidden states, and random weights of a
     small output layer.
@@ -71,7 +71,7 @@ def check_logits(divided: Base, change: LogitChange) -> None:
         )
 
 
-def logits_of(divided: Base, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of(divided: DividedClass, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of the same hidden states as the class makes them and as the output layer does. Raise
     ModelError if a class whose output layer is an identity returns others than the hidden states of its language
     model."""
@@ -99,7 +99,7 @@ def replace_module(model: nn.Module, inner: nn.Module, stand_in: nn.Module) -> N
     model.set_submodule(next(name for name, own in model.named_modules() if own is inner), stand_in)
 
 
-def check_positions(divided: Base) -> None:
+def check_positions(divided: DividedClass) -> None:
     """Raise ModelError if the class of a model in transformers does not number the tokens of a text from 0. PaliGemma's
     begins with 1.
 

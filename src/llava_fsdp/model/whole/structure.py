@@ -21,7 +21,7 @@ DEPTHS = ("num_hidden_layers", "depth")
 
 
 @dataclass(frozen=True)
-class Base:
+class DividedClass:
     """One of transformers' classes, divided into an output layer and what makes the hidden states for it."""
 
     whole: PreTrainedModel
@@ -65,7 +65,7 @@ def is_inside(name: str, outer: tuple[str, ...]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in outer)
 
 
-def find_structure(divided: Base) -> Structure:
+def find_structure(divided: DividedClass) -> Structure:
     """Find the parts of a model, on any device. Raises ModelError if it has no language model in it, or if its language
     model has no list of blocks."""
     base = divided.module
@@ -93,7 +93,7 @@ def find_structure(divided: Base) -> Structure:
     return Structure(divided.output, own_name, in_class(towers), in_class(projectors), in_class(stacks))
 
 
-def base_of(whole: PreTrainedModel) -> Base:
+def base_of(whole: PreTrainedModel) -> DividedClass:
     """Divide one of transformers' classes. If the class has no model of its own beside its output layer, the output
     layer is replaced, in place. Raises ModelError if the class has no output layer."""
     output = whole.get_output_embeddings()
@@ -102,9 +102,9 @@ def base_of(whole: PreTrainedModel) -> Base:
         raise ModelError(f"a {type(whole).__name__} has no output layer, and is not supported")
     inner: Any = getattr(whole, BASE, None)
     if isinstance(inner, PreTrainedModel) and output not in set(inner.modules()):
-        return Base(whole, inner, f"{BASE}.", name)
+        return DividedClass(whole, inner, f"{BASE}.", name)
     whole.set_submodule(name, nn.Identity())
-    return Base(whole, whole, "", name)
+    return DividedClass(whole, whole, "", name)
 
 
 class Named(nn.Module):
