@@ -26,14 +26,24 @@ from whole_models import WholeModel, conversation, example_of
 from llava_fsdp.config import Config
 
 FAMILY = "qwen2_5_vl"
-DATA = ("mixed", "text")
-NO_BLANK = "text, no blank image"
-"""The data set `text` for this project, whose steps then leave out the vision part, as those of the peers do."""
+DATA = ("mixed", "text", "mix665k")
+BLANK = "text, blank image"
+"""The data set `text` for this project, as on ranks without images beside others that have some: each step has a blank
+image, and runs the vision part."""
 SCALE = 4
-"""Texts are as many times shorter than LLaVA's, so that a step takes a few seconds."""
+"""Texts of `mixed` and `text` are as many times shorter than LLaVA's, so that a step takes a few seconds."""
 PATCH = 14
 SIDES = range(6, 15)
-"""Sides of images, in units of 2 x 2 patches, which are a token: 36 to 196 tokens."""
+"""Sides of the images of `mixed`, in units of 2 x 2 patches, which are a token: 36 to 196 tokens."""
+COCO, VISUAL_GENOME, COVERS, OPEN_IMAGES = (640, 480), (500, 375), (330, 500), (1024, 768)
+SOURCES = {
+    COCO: 158 + 83 + 9 + 66 + 48,  # LLaVA, VQAv2, OKVQA, A-OKVQA, RefCOCO
+    VISUAL_GENOME: 72 + 86,  # GQA, Visual Genome
+    COVERS: 80,  # OCR-VQA
+    OPEN_IMAGES: 22,  # TextCaps
+}
+"""Of `mix665k`: thousands of records with images of each size, in LLaVA-1.5's mixture (arXiv:2310.03744, table 7; its
+40 thousand others are texts of ShareGPT). The sizes in pixels are usual ones of these sources."""
 VOCABULARY = 8192
 RATE = 1e-4
 Steps = list[list[dict[str, torch.Tensor]]]
@@ -69,18 +79,20 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
 
 def write_records(folder: Path, data: str, count: int) -> list[dict[str, Any]]:
     """Records in the drawn order, half of each text the answer. mixed: lengths as packing.py guesses them (medium
-    tail), images of many sizes, and 6 % of the records without one; text: the same texts without images."""
+    tail) over SCALE, images of many sizes, and 6 % of the records without one; text: the same texts without images;
+    mix665k: the lengths as guessed, and images of the sizes of LLaVA-1.5's sources."""
     dice = random.Random(0)
     (folder / "images").mkdir(parents=True)
     records = []
+    is_real = data == "mix665k"
     for number, (length, has_image) in enumerate(draw_lengths("medium", count, seed=1)):
         sides = dice.choice(SIDES), dice.choice(SIDES)
-        words = ["fox"] * max(2, (length - IMAGE * has_image) // SCALE // 2)
-        shown = has_image and data == "mixed"
+        words = ["fox"] * max(2, (length - IMAGE * has_image) // (1 if is_real else SCALE) // 2)
+        shown = has_image and data != "text"
         name = f"{number}.png"
         if shown:
-            width, height = (2 * PATCH * side for side in sides)
-            Image.effect_noise((width, height), 60).convert("RGB").save(folder / "images" / name)
+            size = dice.choices(list(SOURCES), list(SOURCES.values()))[0] if is_real else (28 * sides[0], 28 * sides[1])
+            Image.effect_noise(size, 60).convert("RGB").save(folder / "images" / name)
         half = len(words) // 2
         turns = ["<image>\n" * shown + " ".join(words[:half] or ["fox"]), " ".join(words[half:])]
         records.append(conversation(number, turns, [name] * shown))
@@ -116,7 +128,7 @@ def configure(work: Path, data: str, options: argparse.Namespace) -> Config:
         f"data.path={work / data / 'records.json'}",
         f"data.images={work / data / 'images'}",
         "data.workers=0",
-        "data.max_length=2000",
+        "data.max_length=4096",
         f"output_dir={work / 'runs' / data}",
         "precision=fp32",
         "activation_checkpointing=none",

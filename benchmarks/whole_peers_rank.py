@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,20 @@ Sample = dict[str, torch.Tensor]
 
 
 def run_this_trainer(plan: dict[str, Any]) -> None:
-    from whole_peers_data import NO_BLANK, configure
+    from whole_peers_data import BLANK, configure
+
+    from llava_fsdp.data.processor.inputs import ProcessorInputs
+
+    class BesideOthers(ProcessorInputs):
+        def completed(self, rows: Any, others_show: bool) -> Any:
+            return super().completed(rows, True)
 
     def change(data: str, loader: Any) -> None:
-        if data == NO_BLANK:
-            inputs = loader.steps.collate.images
-            loader.steps.collate.images = replace(inputs, reader=replace(inputs.reader, blank=None))
+        if data == BLANK:
+            loader.steps.collate.images = BesideOthers(loader.steps.collate.images.reader)
 
     options = argparse.Namespace(**plan["options"])
-    folders = {data: "text" if data == NO_BLANK else data for data in plan["data"]}
+    folders = {data: "text" if data == BLANK else data for data in plan["data"]}
     cfgs = {data: configure(Path(plan["work"]), folder, options) for data, folder in folders.items()}
     run_ours(plan, cfgs, change)
 

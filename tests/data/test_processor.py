@@ -81,8 +81,15 @@ def reader_of(encode: ProcessorEncoder, **values: Any) -> ProcessorImages:
     return ProcessorImages(None, encode.processor, Pixels.exact, **values)
 
 
-def collated(reader: ProcessorImages, rows: list[Row], pack: bool = True, keys: SampleKeys = SampleKeys()) -> Any:  # noqa: B008  (frozen)
-    return Collator(reader, Normalize.step, pack)(rows, StepFacts(0), 1, keys)
+def collated(
+    reader: ProcessorImages,
+    rows: list[Row],
+    pack: bool = True,
+    keys: SampleKeys = SampleKeys(),  # noqa: B008  (frozen)
+    images: int = 1,
+) -> Any:
+    """A micro-batch of a step with so many images."""
+    return Collator(reader, Normalize.step, pack)(rows, StepFacts(0, images=images), 1, keys)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -169,6 +176,7 @@ def test_a_row_without_images_gets_the_blank_sample(folder_of: Callable[[str], P
     assert micro.seeds.shape == micro.input_ids.shape and micro.label_sources.tolist() == [1] * len(micro.label_ids)
     assert torch.equal(collated(reader, [shown]).input_ids, collated(reader_of(encode), [shown]).input_ids)
     assert collated(reader, []).lengths == (len(blank[0].input_ids),)
+    assert collated(reader, [text], images=0).images == {}, "no rank runs the vision part"
 
 
 @pytest.mark.parametrize("pack", [True, False])

@@ -43,7 +43,7 @@ def one_after_the_other(attend: Attend, size: int, how: str, row: PackedRow, *he
     here = [torch.from_numpy(cut.positions(sum(LENGTHS))).to(heads[0].device) for cut in cuts]
     out = torch.empty_like(heads[0]).transpose(1, 2)
     for cut, own in zip(cuts, here, strict=True):
-        parts = row_chunks_of(LENGTHS, row.queries.cu_seqlens, cut)
+        parts = row_chunks_of(row.queries, cut)
         key, value = (torch.cat([part[0, :, other].transpose(0, 1) for other in here]) for part in heads[1:])
         every = iter([key, value])
         gathered = GatheredKeys(attend, lambda _, every=every: next(every), size, parts)

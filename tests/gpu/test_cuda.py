@@ -32,7 +32,8 @@ from transformers import AttentionInterface, AutoConfig
 
 from llava_fsdp.config import Attention
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.model.packed_attention.attention import Kernel, Lengths, choose_kernel, register_attention
+from llava_fsdp.model.packed_attention.attention import Boundaries, Kernel, Lengths, choose_kernel
+from llava_fsdp.model.packed_attention.row_mask import RowMask, register_attention
 from llava_fsdp.parallel.precision.fp8 import check_fp8
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -131,8 +132,7 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
         pytest.skip("flash-attn is not installed")
     register_attention()
     lengths = (1, 300, 17, 64, 129)
-    told_lengths = Lengths(lengths, max(lengths))
-    segments = boundaries(lengths)["cu_seqlens"].to(cuda)
+    row = RowMask(Boundaries(boundaries(lengths)["cu_seqlens"].to(cuda), Lengths(lengths, max(lengths))))
     dice = torch.Generator(cuda).manual_seed(0)
     module = torch.nn.Module()
     module.num_key_value_groups = heads // key_heads  # type: ignore[assignment]
@@ -145,9 +145,7 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
     def attended(attention: Attention, dtype: torch.dtype, shown: list[torch.Tensor]) -> list[torch.Tensor]:
         parts = [part.to(dtype).requires_grad_() for part in shown]
         attend = AttentionInterface()[Kernel(attention, "").name]
-        output, _ = attend(
-            module, *parts, None, scaling=size**-0.5, cu_seqlens=segments, segment_lengths=told_lengths, dropout=0.0
-        )
+        output, _ = attend(module, *parts, row, scaling=size**-0.5, dropout=0.0)
         gradients = torch.autograd.grad((output * wanted.to(dtype)).sum(), parts)
         return [output.float(), *(g.float() for g in gradients)]
 

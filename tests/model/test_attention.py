@@ -3,7 +3,9 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from harness import CPU, single_world
 from small import command_config, config_of, make_config
 from torch import nn
 from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from llava_fsdp.config import Attention, PlanConfig
 from llava_fsdp.doctor.probes.software import needs_of
@@ -25,19 +28,15 @@ from llava_fsdp.model.packed_attention.attention import (
     PackedRow,
     attend_alone,
     attend_in_steps,
-    attention_arguments,
-    check_lengths,
     choose_kernel,
     each_alone,
     flash_kernel_missing,
     in_window,
-    longrope_limit,
     not_for_flash,
-    other_attention,
-    packing_refused,
     refuse_other_attention,
-    register_attention,
 )
+from llava_fsdp.model.packed_attention.packs import check_lengths, longrope_limit, other_attention, packing_refused
+from llava_fsdp.model.packed_attention.row_mask import attention_arguments, make_row_mask, register_attention
 from llava_fsdp.plan.main import plan
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -67,6 +66,7 @@ CAN = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"head_dim": 8, "sliding_window": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "cohere2": {"head_dim": 8, "sliding_window": 3},
+    "nemotron": {},
 }
 WINDOWS = {
     "mistral": {"sliding_window": 3},
@@ -83,8 +83,7 @@ CANNOT = {
     "lfm2": ({"full_attn_idxs": [1]}, "lfm2 has layers of conv"),
     "mamba": ({}, "mamba does not attend through its AttentionInterface"),
     "falcon": ({"alibi": True}, "falcon does not attend through its AttentionInterface"),
-    "nemotron": ({}, "0 of the 2 layers of nemotron attend through"),
-    "doge": ({}, "DogeAttention attends with a mask of its own"),
+    "doge": ({}, "doge does not run on a packed row"),
     "llama": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
                              "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
@@ -115,7 +114,9 @@ def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None
     embeds, lengths = torch.randn(1, 12, SMALL["hidden_size"]), (4, 7, 1)
     bounds = torch.tensor([0, 4, 11, 12], dtype=torch.int32)
     segments = torch.tensor([[*range(4), *range(7), 0]]), bounds, lengths
-    packed = models[0](inputs_embeds=embeds, use_cache=False, **attention_arguments(segments)).last_hidden_state
+    implementation = models[0].config._attn_implementation
+    arguments = attention_arguments(embeds, segments, implementation)
+    packed = models[0](inputs_embeds=embeds, use_cache=False, **arguments).last_hidden_state
     alone = [models[1](inputs_embeds=e, use_cache=False).last_hidden_state for e in embeds.split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
     for output in (packed, torch.cat(alone, dim=1)):
@@ -129,11 +130,10 @@ def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None
         cache, mask = DynamicCache(config=models[0].config), torch.ones((1, 7), dtype=torch.bool)
         for begin, end in ((0, 4), (4, 5), (5, 7)):
             positions = torch.arange(begin, end)[None]
-            arguments = attention_arguments(
-                CachedRows(positions, mask[:, :end], cache), models[0].config._attn_implementation
-            )
+            new = embeds[:, 4 + begin : 4 + end]
+            arguments = attention_arguments(new, CachedRows(positions, mask[:, :end], cache), implementation)
             with torch.no_grad():
-                written.append(models[0](inputs_embeds=embeds[:, 4 + begin : 4 + end], **arguments).last_hidden_state)
+                written.append(models[0](inputs_embeds=new, **arguments).last_hidden_state)
         torch.testing.assert_close(torch.cat(written, dim=1), alone[1], rtol=1e-4, atol=1e-5)
 
 
@@ -299,13 +299,27 @@ def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:
     assert torch.equal(found, torch.cat(alone, dim=2).transpose(1, 2))
 
 
+def seen_while_answering(mask: torch.Tensor, new: int, rule: Callable[..., Any] = causal_mask_function) -> list[Any]:
+    """What the last `new` tokens of rows attend to. `mask`: bool [rows, tokens], False at padding."""
+    rows, total = mask.shape
+    cached = CachedRows(torch.zeros((rows, new), dtype=torch.int64), mask, DynamicCache())
+    given = attention_arguments(mask[:, -new:], cached, NAMES[Attention.varlen])["attention_mask"]
+    sizes = {"batch_size": rows, "q_length": new, "kv_length": total, "q_offset": total - new, "device": CPU}
+    row = make_row_mask(mask_function=rule, attention_mask=given.to(CPU), **sizes)
+    assert row.boundaries is None and row.masks is not None
+    return row.masks[0].int().tolist()
+
+
 def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:
     """Two rows of three positions kept and two new ones; the second row has two of padding on its left."""
     mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    allowed = CachedRows(torch.zeros(2, 2, dtype=torch.int64), mask, DynamicCache()).allowed
-    assert allowed.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]], [[[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
-    prompt = CachedRows(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[False, False, True]]), DynamicCache())
-    assert prompt.allowed.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]], "attending to nothing gives NaN"
+    assert seen_while_answering(mask, 2) == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]], [[[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
+    assert seen_while_answering(mask, 2, sliding_window_causal_mask_function(3))[0] == [
+        [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    ]
+    prompt = torch.tensor([[False, False, True]])
+    found = seen_while_answering(prompt, 3)
+    assert found == [[[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]], "attending to nothing gives NaN"
 
 
 def test_what_a_layer_may_hand_to_its_attention() -> None:
@@ -314,18 +328,15 @@ def test_what_a_layer_may_hand_to_its_attention() -> None:
     for module in (causal, other):
         setattr(module, "is_causal", module is causal)  # noqa: B010  no field of nn.Module
     names = ("position_bias", "sinks")
-    refuse_other_attention(nn.Module(), dict.fromkeys(names), None)
-    refuse_other_attention(causal, {"is_causal": True, "output_attentions": False}, None)
+    refuse_other_attention(nn.Module(), dict.fromkeys(names), is_causal=True)
+    refuse_other_attention(causal, {"is_causal": True, "output_attentions": False}, is_causal=True)
+    refuse_other_attention(other, {"is_causal": False}, is_causal=False)
     for name in names:
         with pytest.raises(ConfigError, match=name):
-            refuse_other_attention(causal, {name: 0}, None)
-    for module, others, mask in (
-        (other, {}, None),
-        (causal, {"is_causal": False}, None),
-        (causal, {}, torch.zeros(1, 1, 3, 3)),
-    ):
-        with pytest.raises(ConfigError):
-            refuse_other_attention(module, others, mask)
+            refuse_other_attention(causal, {name: 0}, is_causal=False)
+    for module, others in ((other, {}), (causal, {"is_causal": False})):
+        with pytest.raises(ConfigError, match="later"):
+            refuse_other_attention(module, others, is_causal=True)
 
 
 @pytest.mark.parametrize(

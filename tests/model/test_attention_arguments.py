@@ -11,17 +11,22 @@ import torch
 from test_attention import SMALL
 from torch import nn
 from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
 from llava_fsdp.config import Attention
 from llava_fsdp.model.packed_attention.attention import (
     NAMES,
-    PADDED,
     AttentionForm,
     Boundaries,
     CachedRows,
     Lengths,
     PackedRow,
-    attention_arguments,
     attention_of_transformers,
     each_alone,
     flash,
@@ -30,8 +35,9 @@ from llava_fsdp.model.packed_attention.attention import (
     layers_with_window,
     make_varlen,
     not_for_flash,
-    padded_attention,
 )
+from llava_fsdp.model.packed_attention.packs import padded_attention
+from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, attention_arguments, is_same_rule
 
 
 def recorded(found: list[dict[str, Any]], parameters: str) -> Any:
@@ -52,6 +58,7 @@ def shared_row(form: AttentionForm) -> PackedRow:
     return PackedRow(queries, form, keys)
 
 
+OURS = NAMES[Attention.sdpa]
 PARTS = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
 
 
@@ -112,17 +119,17 @@ def test_what_flash_attn_is_called_with(
 @pytest.mark.parametrize(
     ("kind", "values", "windows", "padded"),
     [
-        ("llama", {}, 0, PADDED),
-        ("mistral", {"sliding_window": 3}, 2, "sdpa"),
-        ("mistral", {"sliding_window": None}, 0, PADDED),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}, 1, "sdpa"),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 3}, 0, PADDED),
-        ("gemma2", {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 0.5}, 1, "eager"),
-        ("nemotron", {}, 0, "sdpa"),
+        ("llama", {}, 0, OURS),
+        ("mistral", {"sliding_window": 3}, 2, OURS),
+        ("mistral", {"sliding_window": None}, 0, OURS),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}, 1, OURS),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 3}, 0, OURS),
+        ("gemma2", {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 0.5}, 1, OURS),
+        ("stablelm", {}, 0, "sdpa"),
     ],
 )
 def test_attention_of_padded_rows(kind: str, values: dict[str, Any], windows: int, padded: str) -> None:
-    """Ours where every layer attends to all earlier tokens; transformers' builds the masks of other layers."""
+    """Ours for whatever can be packed."""
     language = AutoConfig.for_model(kind, **{**SMALL, **values})
     assert (layers_with_window(language), padded_attention(language)) == (windows, padded)
 
@@ -136,7 +143,7 @@ def test_keys_that_decide_of_attention() -> None:
     language.use_sliding_window = False
     assert layers_with_window(language) == 0
     language.attn_logit_softcapping = 0.5
-    assert attention_of_transformers(language) == padded_attention(language) == "eager"
+    assert attention_of_transformers(language) == "eager"
 
 
 @pytest.mark.parametrize(
@@ -156,15 +163,39 @@ def test_whose_masks_grow_with_the_square(kind: str, values: dict[str, Any], att
 
 
 def test_arguments_of_a_row() -> None:
-    """The longest sample is not the first one; padded rows need nothing."""
+    """The longest sample is not the first one; transformers' own attention gets nothing for padded rows."""
     positions, bounds = torch.zeros(1, 12, dtype=torch.int64), torch.tensor([0, 4, 11, 12], dtype=torch.int32)
-    found = attention_arguments((positions, bounds, (4, 7, 1)))
-    assert found == {"position_ids": positions, "cu_seqlens": bounds, "segment_lengths": Lengths((4, 7, 1), 7)}
-    assert attention_arguments(None) == {}
-    kept = CachedRows(positions[:, :1], torch.ones(1, 3, dtype=torch.bool), DynamicCache())
-    for name, mask in ((PADDED, "allowed"), (NAMES[Attention.varlen], "allowed"), ("sdpa", "attention_mask")):
-        assert attention_arguments(kept, name).keys() == {"position_ids", "past_key_values", "use_cache", mask}
-    assert attention_arguments(kept, "sdpa")["attention_mask"].dtype is torch.int64
+    embeds = torch.zeros(1, 12, 3)
+    found = attention_arguments(embeds, (positions, bounds, (4, 7, 1)), OURS)
+    mask = found.pop("attention_mask")
+    assert found == {"position_ids": positions} and mask.shape == (1, 12) and mask.boundaries.cu_seqlens is bounds
+    assert mask.boundaries.lengths == Lengths((4, 7, 1), 7) and bool(mask.all())
+    (padded,) = attention_arguments(embeds, None, OURS).values()
+    assert isinstance(padded, BoundaryMask) and padded.boundaries is None and not padded.is_cached
+    assert attention_arguments(embeds, None, "sdpa") == {}
+    kept = CachedRows(positions[:, :1], torch.tensor([[False, True, True]]), DynamicCache())
+    for name in (*NAMES.values(), "sdpa"):
+        found = attention_arguments(embeds, kept, name)
+        assert found.keys() == {"position_ids", "past_key_values", "use_cache", "attention_mask"}
+        mask = found["attention_mask"]
+        assert mask.tolist() == [[0, 1, 1]]
+        assert mask.dtype is torch.int64 if name == "sdpa" else isinstance(mask, BoundaryMask) and mask.is_cached
+
+
+def test_rules_of_attention_are_the_same_by_code_and_numbers() -> None:
+    """A window among other rules, or of another size, is another rule."""
+    window = sliding_window_causal_mask_function
+    assert is_same_rule(window(3), window(3)) and is_same_rule(causal_mask_function, causal_mask_function)
+    images = blockwise_overlay(torch.zeros((1, 4), dtype=torch.int64))
+    others = (
+        window(4),
+        causal_mask_function,
+        or_masks(window(3), images),
+        chunked_causal_mask_function(3, torch.zeros(1)),
+    )
+    for other in others:
+        assert not is_same_rule(window(3), other)
+    assert not is_same_rule(images, images.__closure__) and not is_same_rule(torch.ones(1), torch.ones(1))
 
 
 def test_widths_of_heads() -> None:

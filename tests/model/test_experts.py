@@ -24,7 +24,7 @@ from llava_fsdp.model.experts import (
     samples_of_tokens,
 )
 from llava_fsdp.model.llava.llava import Llava
-from llava_fsdp.model.packed_attention.attention import attention_arguments
+from llava_fsdp.model.packed_attention.row_mask import attention_arguments
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.state import TrainState
@@ -55,8 +55,8 @@ def plain_step(model: Llava, micros: list[MicroBatch]) -> tuple[torch.Tensor, to
         for row, begin_, end in places:
             n = end - begin_
             edges = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32), (n,)
-            arguments = attention_arguments(edges if micro.lengths else None, model.attention)
             own = embeds[row : row + 1, begin_:end]
+            arguments = attention_arguments(own, edges if micro.lengths else None, model.attention)
             logits = model.language_model(inputs_embeds=own, **arguments, output_router_logits=True).router_logits
             counts = torch.zeros(len(logits), logits[0].shape[1])
             for layer, of_tokens in enumerate(logits):

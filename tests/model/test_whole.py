@@ -12,7 +12,13 @@ from families import FAMILIES, make_model, make_tokenizer, resolve
 from small import config_of
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from llava_fsdp.config import Attention, Config, Part
 from llava_fsdp.model.architecture import check_abilities, part_name
@@ -21,7 +27,7 @@ from llava_fsdp.model.flops import token_flops
 from llava_fsdp.model.load_weights import stored_buffers
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.packed_attention.attention import Kernel, Segments, each_alone
-from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, attend_rows, make_row_mask, rows_name
+from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, RowMask, attend_with, make_row_mask
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.class_parts import class_parts
 from llava_fsdp.model.weights.conversions import whole_model_of
@@ -63,8 +69,17 @@ def segments_of(lengths: tuple[int, ...]) -> Segments:
 
 
 def mask_of_row() -> BoundaryMask:
-    segments = segments_of(LENGTHS)
-    return BoundaryMask.of(segments[0], segments)
+    return mask_of((1, sum(LENGTHS)), segments_of(LENGTHS))
+
+
+def mask_of(shape: tuple[int, int], segments: Segments | None = None) -> BoundaryMask:
+    return BoundaryMask.of(torch.ones(shape, dtype=torch.bool), segments)
+
+
+def asked(mask: torch.Tensor, rule: Any, window: int | None = None) -> RowMask:
+    """What transformers' function for masks gives back."""
+    sizes = {"batch_size": mask.shape[0], "q_length": mask.shape[1], "kv_length": mask.shape[1]}
+    return make_row_mask(mask_function=rule, attention_mask=mask, local_size=window, device=CPU, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -141,58 +156,59 @@ def test_a_mask_keeps_its_boundaries_on_another_device_and_in_nothing_else() -> 
     for other in (mask[:, :2], mask.long(), mask & mask):
         assert not isinstance(other, BoundaryMask)
         with pytest.raises(ConfigError, match="pack=false"):
-            make_row_mask(mask_function=causal_mask_function, attention_mask=other, device=CPU)
+            asked(other, causal_mask_function)
 
 
-def test_a_plainly_causal_row_has_no_masks_and_others_have_those_of_each_sample() -> None:
-    mask = mask_of_row()
-    assert make_row_mask(mask_function=causal_mask_function, attention_mask=mask, device=CPU).masks is None
-    window = sliding_window_causal_mask_function(2)
-    made = make_row_mask(mask_function=window, attention_mask=mask, device=CPU)
-    assert made.shape == (1, 1, 13, 13) and made.masks is not None
-    for length, own in zip(LENGTHS, made.masks, strict=True):
-        pairs = torch.arange(length)[:, None] - torch.arange(length)
-        assert torch.equal(own[0, 0], (pairs >= 0) & (pairs < 2))
-    with pytest.raises(ConfigError, match="computes"):
-        made.logical_not()
+BLOCKS = or_masks(
+    sliding_window_causal_mask_function(2), blockwise_overlay(torch.tensor([[-1] * 2 + [0] * 2 + [-1] * 4 + [1] * 5]))
+)
+"""A window, and two blocks of image tokens that attend to each other: tokens 2 and 3, and 8 to 12."""
+RULES = [(causal_mask_function, None), (sliding_window_causal_mask_function(2), 2), (BLOCKS, 2)]
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_samples_of_a_row_attend_as_each_does_alone(window: int | None) -> None:
-    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    row = make_row_mask(mask_function=rule, attention_mask=mask_of_row(), device=CPU)
+def allowed_by(rule: Any) -> torch.Tensor:
+    """Which tokens of the row attend to which, by the rule and within samples, bool [1, 1, 13, 13]."""
+    mask = sdpa_mask(1, 13, 13, mask_function=rule, allow_is_causal_skip=False)
+    samples = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    assert mask is not None
+    return mask & (samples == samples[:, None])
+
+
+def test_a_causal_row_has_no_masks_and_others_have_those_of_each_sample() -> None:
+    rows = [asked(mask_of_row(), *rule) for rule in RULES]
+    assert [(row.window, row.masks is None) for row in rows] == [(None, True), (2, True), (None, False)]
+    assert rows[2].masks is not None
+    assert torch.equal(torch.block_diag(*(own[0, 0] for own in rows[2].masks)).bool(), allowed_by(BLOCKS)[0, 0])
+
+
+@pytest.mark.parametrize(("rule", "window"), RULES, ids=["causal", "window", "blocks"])
+def test_samples_of_a_row_attend_as_each_does_alone(rule: Any, window: int | None) -> None:
     query, key, value = (torch.randn(1, heads, sum(LENGTHS), 6) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
-    found, _ = attend_rows(each_alone)(module, query, key, value, row, scaling=0.3)
-    begin = 0
-    for number, length in enumerate(LENGTHS):
-        parts = [part[:, :, begin : begin + length] for part in (query, key, value)]
-        mask = row.masks[number] if row.masks is not None else None
-        alone, _ = sdpa_attention_forward(module, parts[0], parts[1], parts[2], mask, scaling=0.3)
-        assert torch.allclose(found[:, begin : begin + length], alone, atol=1e-6)
-        begin += length
+    row = asked(mask_of_row(), rule, window)
+    found, _ = attend_with(each_alone)(module, query, key, value, row, scaling=0.3)
+    wanted, _ = sdpa_attention_forward(module, query, key, value, allowed_by(rule), scaling=0.3)
+    assert torch.allclose(found, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_padded_rows_attend_with_the_same_implementation(window: int | None) -> None:
-    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    ids = torch.zeros((3, 5), dtype=torch.int64)
-    row = make_row_mask(mask_function=rule, attention_mask=BoundaryMask.of(ids, None), device=CPU)
+@pytest.mark.parametrize(("rule", "window"), RULES[:2], ids=["causal", "window"])
+def test_padded_rows_attend_with_the_same_implementation(rule: Any, window: int | None) -> None:
     query, key, value = (torch.randn(3, heads, 5, 6) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
-    found, _ = attend_rows(each_alone)(module, query, key, value, row)
-    pairs = torch.arange(5)[:, None] - torch.arange(5)
-    mask = ((pairs >= 0) & (pairs < (window or 5)))[None, None]
-    assert torch.allclose(found, sdpa_attention_forward(module, query, key, value, mask)[0], atol=1e-6)
+    mask = sdpa_mask(3, 5, 5, mask_function=rule, allow_is_causal_skip=False)
+    wanted = sdpa_attention_forward(module, query, key, value, mask)[0]
+    for size in {window, None}:  # without the window's size, the rule is evaluated
+        found, _ = attend_with(each_alone)(module, query, key, value, asked(mask_of((3, 5)), rule, size))
+        assert torch.allclose(found, wanted, atol=1e-6)
 
 
 def test_a_layer_without_the_mask_of_the_row_is_refused() -> None:
     values = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ConfigError, match="no mask"):
-        attend_rows(each_alone)(torch.nn.Module(), values, values, values, None)
-    assert rows_name(Attention.sdpa) == "llava_fsdp_each_alone_rows"
+    for mask, got in ((None, "no mask"), (torch.ones(1, 1, 3, 3), "a mask of its own")):
+        with pytest.raises(ConfigError, match=got):
+            attend_with(each_alone)(torch.nn.Module(), values, values, values, mask)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "glm4v", "paddleocr_vl"])

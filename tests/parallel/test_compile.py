@@ -20,7 +20,8 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.packed_attention.attention import Kernel, attention_arguments, register_attention
+from llava_fsdp.model.packed_attention.attention import Kernel
+from llava_fsdp.model.packed_attention.row_mask import attention_arguments, register_attention
 from llava_fsdp.parallel import compile
 from llava_fsdp.parallel.compile import WARM_UP, Compilations, Compiling, choose_compiling
 from llava_fsdp.parallel.local_shards import local
@@ -108,7 +109,8 @@ def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         held = boundaries(lengths)
         segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
         flat = torch.randn(sum(lengths), 32, requires_grad=True).clone()
-        model(inputs_embeds=flat.view(1, sum(lengths), 32), **attention_arguments(segments))
+        embeds = flat.view(1, sum(lengths), 32)
+        model(inputs_embeds=embeds, **attention_arguments(embeds, segments, model.config._attn_implementation))
     assert len(graphs) == count.total == 1 and any("varlen_attn" in target for target in graphs[0])
 
 

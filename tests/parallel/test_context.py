@@ -243,7 +243,7 @@ def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: A
         if how == "ulysses":
             attend = Ulysses(each_alone, cut, partial(ranks.exchange, index))
         else:
-            attend = GatheredKeys(each_alone, partial(ranks.gather, index), size, row_chunks_of(lengths, begins, cut))
+            attend = GatheredKeys(each_alone, partial(ranks.gather, index), size, row_chunks_of(row.queries, cut))
         return here, attend(torch.nn.Module(), *own, row)
 
     with ThreadPoolExecutor(size) as pool:
@@ -268,9 +268,10 @@ def test_chunks_have_the_samples_that_they_overlap() -> None:
         lengths += [padding] * (padding > 0)
         sample_of = [number for number, length in enumerate(lengths) for _ in range(length)]
         begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        row = Boundaries(begins, Lengths(tuple(lengths), max(lengths)))
         for index in range(size):
             cut = ContextCut(size, index, paired)
-            chunks = row_chunks_of(lengths, begins, cut).each
+            chunks = row_chunks_of(row, cut).each
             for chunk, (begin, end) in zip(chunks, cut.chunks(sum(lengths)), strict=True):
                 first = sample_of.index(sample_of[begin])
                 assert (chunk.keys, chunk.tokens) == (slice(first, end), end - begin)

@@ -11,7 +11,7 @@ from tiers import slow_after
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText
 
-from llava_fsdp.model.packed_attention.attention import NothingPacked
+from llava_fsdp.model.packed_attention.packs import NothingPacked
 from llava_fsdp.plan.memory.known_values import KnownValues
 from llava_fsdp.plan.memory.meta_trace import FusedKernels, LiveBytes, Trace
 

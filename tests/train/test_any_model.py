@@ -31,7 +31,7 @@ from llava_fsdp.train import main as train
 from llava_fsdp.train.setup.preflight import preflight
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-PADDED = ("stablelm", "nemotron", "llama4_text", "lfm2", "doge", "biogpt")
+PADDED = ("stablelm", "llama4_text", "lfm2", "doge", "biogpt")
 """Language models whose rows are padded, because they cannot keep the samples of a packed row apart."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "phi": ({"num_attention_heads": 2, "head_dim": 20}, "lm_head.bias"),

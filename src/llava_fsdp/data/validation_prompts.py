@@ -87,7 +87,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
     """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token."""
-    rows = collate.images.completed(list(rows))
+    rows = collate.images.completed(list(rows), True)
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

@@ -9,7 +9,8 @@ from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts, own_loss
 from llava_fsdp.model.loss import choose_loss, whole_loss
-from llava_fsdp.model.packed_attention.attention import Kernel, packing_refused
+from llava_fsdp.model.packed_attention.attention import Kernel
+from llava_fsdp.model.packed_attention.packs import packing_refused
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.whole.packs import packs
 from llava_fsdp.model.whole.whole import build_whole

@@ -73,8 +73,8 @@ class Collator:
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
         """
-        # where no sample has an image, some models get a blank sample: `rows` then has one more than `count`
-        count, rows = len(rows), self.images.completed(rows)
+        # where only other micro-batches have images, some models get a blank sample: `rows` has one more than `count`
+        count, rows = len(rows), self.images.completed(rows, facts.images > 0)
         samples = [sample for sample, _ in rows]
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)

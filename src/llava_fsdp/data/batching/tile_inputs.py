@@ -27,7 +27,7 @@ class TileInputs:
 
     image_reader: ImageReader
 
-    def completed(self, rows: list[Row]) -> list[Row]:
+    def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
         """Return the samples of a micro-batch unchanged: the model runs its vision part without images, too."""
         return rows
 

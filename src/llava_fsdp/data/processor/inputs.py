@@ -29,9 +29,11 @@ class ProcessorInputs:
 
     reader: ProcessorImages
 
-    def completed(self, rows: list[Row]) -> list[Row]:
-        """Return the samples of a micro-batch, and, if the model needs it and no sample has an image, the blank one."""
-        blank = self.reader.blank
+    def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
+        """Return the samples of a micro-batch, and, if the model needs it and no sample has an image, the blank one.
+        `others_show`: whether a sample of any micro-batch of the step, on whatever rank, has an image; without, no rank
+        runs the vision part, and none needs a blank sample."""
+        blank = self.reader.blank if others_show else None
         return [*rows, blank] if blank is not None and not any(images for _, images in rows) else rows
 
     def collate(

@@ -27,6 +27,7 @@ from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.logit_change import keys_that_change
+from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import parts_of, read_config, text_config
 from llava_fsdp.model.weights.conversions import is_vision_language_model, names_of_parts, on_meta, place_of
@@ -208,6 +209,7 @@ def build(config: PretrainedConfig) -> Any:
     the output layer stays on the meta device, because text alone does not need it."""
     config_copy = copy.deepcopy(config)
     text = text_config(config_copy)
+    text._attn_implementation = attention_of_transformers(text)  # ours may be written there
     if not is_vision_language_model(config):
         causal: Any = AutoModelForCausalLM
         return causal.from_config(config_copy, dtype=torch.float32, trust_remote_code=False)

@@ -17,17 +17,14 @@ from llava_fsdp.model.experts import find_routers
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts, make_projector, own_loss
 from llava_fsdp.model.llava.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
-from llava_fsdp.model.packed_attention.attention import (
-    CachedRows,
-    Kernel,
-    Segments,
-    attention_arguments,
-    found_out_of_reach,
+from llava_fsdp.model.packed_attention.attention import CachedRows, Kernel, Segments
+from llava_fsdp.model.packed_attention.packs import (
     other_attention,
+    packing_refused,
     padded_attention,
     refuse_packing,
-    register_attention,
 )
+from llava_fsdp.model.packed_attention.row_mask import attention_arguments, register_attention
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.vision_tower import build_vision_tower, probe_vision_config, selected_features
 from llava_fsdp.model.weights.quantization import quantize_layers
@@ -141,7 +138,7 @@ class Llava(Architecture):
             tile_seeds = images.get("seeds", seeds.new_zeros(0))
             self.token_keys.set(seeds, tile_seeds, input_ids.shape, segments, self.probe.tokens)
         embeds = self.embedded(input_ids, images) if hidden is None else hidden
-        arguments = attention_arguments(segments, self.attention)
+        arguments = attention_arguments(embeds, segments, self.attention)
         output: torch.Tensor = self.language_model(inputs_embeds=embeds, **arguments).last_hidden_state
         if not self.is_last:
             return output
@@ -334,7 +331,7 @@ def build_llava(
     ):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss, projector)
         if kernel is not None:
-            refuse_packing(found_out_of_reach(ConfigKey(parts.language), kernel.attention))
+            refuse_packing(packing_refused(parts.language))
     for part in (parts.language, parts.vision):
         refuse_layerdrop(part)
     if cfg.balance_loss and not find_routers(model.language_model):

@@ -1,34 +1,21 @@
 """Attention for packed rows (sequences in which several samples follow one another), where the tokens of a sample
-attend only to tokens of the same sample; and checks that a language model supports packed rows.
-
-The implementations are registered with transformers' `AttentionInterface` under llava_fsdp's own names. For these names
-transformers builds no mask (masking_utils.py, `_preprocess_mask_arguments`). The sample boundaries are passed as
-keyword arguments through the language model to the attention of every layer.
-"""
+attend only to tokens of the same sample. How the sample boundaries reach a model's layers: row_mask.py."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib.util
 import inspect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from transformers import MODEL_MAPPING, AttentionInterface, AutoModel, Cache, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, Cache, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
-from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.experts import check_widths
-from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.files.safe_load import library_errors
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """Sample boundaries of a packed row: position_ids int64 [1, tokens] that begin at 0 in every sample, cu_seqlens
@@ -47,18 +34,6 @@ class CachedRows:
     cache: Cache
     """The key-value cache."""
 
-    @property
-    def allowed(self) -> torch.Tensor:
-        """Attention mask, bool [rows, 1, length, cached + length]: True where a new token may attend to a token, namely
-        to itself and to earlier tokens that are not padding. `length` is the number of new tokens.
-
-        A padding token attends to itself too, because attending to no token gives NaN.
-        """
-        length, total = self.position_ids.shape[1], self.mask.shape[1]
-        keys = torch.arange(total, device=self.mask.device)
-        queries = keys[total - length :, None]
-        return ((keys <= queries) & self.mask[:, None] | (keys == queries))[:, None]
-
 
 NAMES = {
     Attention.sdpa: "llava_fsdp_each_alone",
@@ -66,11 +41,6 @@ NAMES = {
     Attention.flash: "llava_fsdp_dao",  # transformers would look up a name with "flash" on the hub
 }
 """Names of the attention implementations for packed rows in transformers' AttentionInterface."""
-PADDED = "llava_fsdp_padded"
-"""Name of the attention implementation for padded rows. It calls transformers' SDPA, but transformers builds no mask
-for it."""
-OURS = frozenset({PADDED, *NAMES.values()})
-"""Names of all attention implementations of llava_fsdp. transformers builds no mask for them."""
 
 
 @dataclass(frozen=True)
@@ -147,46 +117,11 @@ def head_size(language: PretrainedConfig) -> int:
     return getattr(language, "head_dim", None) or language.hidden_size // language.num_attention_heads
 
 
-def register_attention() -> None:
-    """Register the attention implementations for packed rows; calling this again changes nothing."""
-    for attention, name in NAMES.items():
-        kernel = kernel_of(attention)
-        if kernel is not None:
-            AttentionInterface.register(name, attend_with(kernel))
-
-
 def kernel_of(attention: Attention) -> Attend | None:
     """Return the function of an attention implementation; None if the installed torch does not have it."""
     if attention is Attention.varlen:
         return make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     return {Attention.sdpa: each_alone, Attention.flash: flash}[attention]
-
-
-def padded_attention(language: PretrainedConfig) -> str:
-    """Return the name of the attention implementation for padded rows (one sample in each row): `PADDED`, if every
-    layer has full causal attention through the AttentionInterface. Otherwise it is transformers' "sdpa", or "eager" if
-    transformers has no SDPA for the model. `PADDED` is registered here.
-
-    `PADDED` is faster: with "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed
-    samples, and the host waits for the device.
-    """
-    if attention_of_transformers(language) == "eager":
-        return "eager"
-    if layers_with_window(language) or packing_refused(language) is not None:
-        return "sdpa"
-    AttentionInterface.register(PADDED, attend_padded)
-    return PADDED
-
-
-class NothingPacked(CompilingMode):
-    """Dispatch mode for running a language model with padded rows on the meta device: every conversion of a tensor to a
-    Python bool gives True. transformers makes such a conversion to find out whether the positions of a row are
-    consecutive, so that the row has no packed samples (masking_utils.py, `find_packed_sequence_indices`)."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
 
 
 def attention_of_transformers(language: PretrainedConfig, kind: type | None = None) -> str:
@@ -195,21 +130,6 @@ def attention_of_transformers(language: PretrainedConfig, kind: type | None = No
     has_softcap = getattr(language, "attn_logit_softcapping", None) is not None  # older releases' SDPA ignores it
     has_sdpa = getattr(kind or MODEL_MAPPING[type(language)], "_supports_sdpa", False)
     return "sdpa" if has_sdpa and not has_softcap else "eager"
-
-
-def attend_padded(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    allowed: torch.Tensor | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention with transformers' SDPA, for padded rows or for generation. This is a function for
-    transformers' AttentionInterface. `allowed` is `CachedRows.allowed`, used instead of `attention_mask`; None for
-    padded rows."""
-    return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 
 
 @dataclass(frozen=True)
@@ -260,61 +180,14 @@ class PackedRow:
     keys: Boundaries | None = None
     """Boundaries of the keys and values, if there are more of them than queries: the queries of a sample are then its
     last tokens. None: there are as many."""
+    masks: tuple[torch.Tensor, ...] | None = None
+    """For each sample, which of its tokens attend to which, bool [1, 1, length, length]; None: a token attends to all
+    earlier tokens, or to those in its window."""
 
 
 Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, PackedRow], torch.Tensor]
 """Type of a function that computes attention over a packed row: (module, query, key, value, row) -> [1, tokens, heads,
 size]. Query, key and value are [1, heads, tokens, size]."""
-
-
-def attend_with(
-    kernel: Attend, around: Callable[[Attend, Any], Attend] = lambda kernel, row_chunks: kernel
-) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return a function for transformers' AttentionInterface that computes attention with `kernel`.
-
-    Args:
-        kernel: computes attention over packed rows.
-        around: wraps the kernel, if several ranks share a row; called with the kernel and the argument `row_chunks` of
-            the forward pass.
-    """
-
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        segment_lengths: Lengths | None = None,
-        visits: list[tuple[nn.Module, int | None]] | None = None,
-        allowed: torch.Tensor | None = None,
-        row_chunks: Any = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's causal attention; in a packed row, only within each sample.
-
-        Args:
-            sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
-            allowed: the mask for generation (`CachedRows.allowed`).
-            visits: list to which (module, window) is appended if the row is packed; None: nothing is recorded.
-            row_chunks: this rank's chunks of the row, if several ranks share it; passed on to `around`.
-        """
-        refuse_other_attention(module, others, attention_mask)
-        form = AttentionForm(scaling, dropout, sliding_window, softcap, s_aux)
-        if cu_seqlens is None or segment_lengths is None:
-            return attend_alone(module, query, key, value, form, allowed), None
-        if visits is not None:
-            visits.append((module, sliding_window))
-        chosen = kernel if form.is_plain else each_alone  # the other kernels have neither soft caps nor sinks
-        row = PackedRow(Boundaries(cu_seqlens, segment_lengths), form)
-        return around(chosen, row_chunks)(module, query, key, value, row), None
-
-    return attend
 
 
 def attend_alone(
@@ -437,17 +310,13 @@ CHANGES_ATTENTION = ("position_bias", "sinks")
 """Names of arguments that layers of some models pass to their attention, and that are not supported here."""
 
 
-def refuse_other_attention(
-    module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None, is_causal: bool = False
-) -> None:
-    """Raise ConfigError if a layer asks for attention that is not supported here, by the arguments or the mask that it
-    passes. `is_causal`: the caller knows to which tokens the layer attends, whatever the layer says."""
-    if mask is not None:  # transformers builds no mask for our implementations
-        raise ConfigError(f"{type(module).__name__} attends with a mask of its own")
+def refuse_other_attention(module: nn.Module, others: dict[str, Any], is_causal: bool) -> None:
+    """Raise ConfigError if a layer asks by its arguments for attention that is not supported here. `is_causal`: whether
+    the mask that it got is that of causal attention."""
     for name in CHANGES_ATTENTION:
         if others.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which packed rows lack")
-    if not is_causal and (not getattr(module, "is_causal", True) or others.get("is_causal") is False):
+    if is_causal and (not getattr(module, "is_causal", True) or others.get("is_causal") is False):
         raise ConfigError(f"{type(module).__name__} attends to later tokens")
 
 
@@ -463,8 +332,8 @@ def each_alone(
     """
     keys = (row.keys or row.queries).lengths.each
     queries, keys, values = query.split(row.queries.lengths.each, 2), key.split(keys, 2), value.split(keys, 2)
-    parts = zip(queries, keys, values, strict=True)
-    return torch.cat([attend_alone(module, q, k, v, row.form) for q, k, v in parts], dim=1)
+    parts = zip(queries, keys, values, row.masks or [None] * len(queries), strict=True)
+    return torch.cat([attend_alone(module, q, k, v, row.form, mask) for q, k, v, mask in parts], dim=1)
 
 
 def make_varlen() -> Attend:
@@ -529,121 +398,6 @@ def flash(
     )[None]
 
 
-def attention_arguments(segments: Segments | CachedRows | None, implementation: str | None = None) -> dict[str, Any]:
-    """Return the additional keyword arguments of a language model's forward pass for a packed row or for generation; an
-    empty dict for padded rows.
-
-    `implementation` is the name of the model's attention implementation. For generation with one of llava_fsdp's, the
-    arguments contain the mask; otherwise transformers builds the mask.
-    """
-    if segments is None:
-        return {}
-    if isinstance(segments, CachedRows):
-        masks = {"allowed": segments.allowed} if implementation in OURS else {"attention_mask": segments.mask.long()}
-        cache = {"past_key_values": segments.cache, "use_cache": True}
-        return {"position_ids": segments.position_ids, **cache, **masks}
-    position_ids, cu_seqlens, lengths = segments
-    return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
-
-
-def packing_refused(language: PretrainedConfig) -> str | None:
-    """Return why a language model would mix the samples of a packed row; None if it keeps them apart. Its configuration
-    is read, and it runs on the meta device. Raises ModelError if transformers cannot build it."""
-    return other_attention(language) or found_out_of_reach(ConfigKey(language), Attention.sdpa)
-
-
-@functools.lru_cache(maxsize=64)
-def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
-    """Build a language model on the meta device, and return what `layers_out_of_reach` returns for it. The answers for
-    the last 64 configurations are cached. Raises ModelError if transformers cannot build it, or torch cannot multiply
-    its experts."""
-    register_attention()
-    config = copy.deepcopy(language.config)
-    keep_frequencies(config)
-    with torch.device("meta"), library_errors(f"transformers cannot build a {config.model_type} model"):
-        model = AutoModel.from_config(config, attn_implementation=NAMES[attention], trust_remote_code=False)
-    check_widths(model)
-    return layers_out_of_reach(model)
-
-
-def refuse_packing(reason: str | None) -> None:
-    """Raise ConfigError if there is a reason why a language model would mix the samples of a packed row."""
-    if reason is not None:
-        raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")
-
-
-def other_attention(language: PretrainedConfig, kind: type | None = None) -> str | None:
-    """Return which attention a configuration has, other than full causal attention and causal attention in a sliding
-    window, that would mix the samples of a packed row; else None. `kind`: the class of the language model; None: that
-    of its configuration."""
-    if not getattr(kind or MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
-        return (
-            f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
-            "row could not be kept apart"
-        )
-    supported = ("full_attention", "sliding_attention")
-    kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind not in supported})
-    other = None
-    if kinds:
-        other = f"layers of {', '.join(kinds)}"
-    elif getattr(language, "attention_chunk_size", None) is not None:
-        other = f"chunks of {language.attention_chunk_size}"
-    elif getattr(language, "alibi", False):
-        other = "ALiBi biases"
-    elif longrope_limit(language) is not None:
-        other = "rotary frequencies (longrope) that depend on the longest sample of a batch"
-    if other is None:
-        return None
-    return f"{language.model_type} has {other}, and a packed row needs causal attention within each sample"
-
-
-def longrope_limit(language: PretrainedConfig) -> int | None:
-    """Return the length in tokens above which a language model has other rotary frequencies (`rope_type=longrope`);
-    None if they are the same for all lengths. transformers chooses the frequencies of a whole batch by its longest row.
-    The configuration may have rotary embeddings for each kind of layer."""
-    given = getattr(language, "rope_parameters", None) or {}
-    kinds = [given, *(rope for rope in given.values() if isinstance(rope, dict))]
-    limits = [
-        rope.get("original_max_position_embeddings") or getattr(language, "original_max_position_embeddings", None) or 0
-        for rope in kinds
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(limits, default=None)
-
-
-def keep_frequencies(language: PretrainedConfig) -> None:
-    """Change `rope_type=dynamic` in the configuration of a language model to `default`, for a run on the meta device.
-
-    Both have the same rotary frequencies up to `max_position_embeddings` tokens (transformers modeling_rope_utils.py,
-    `_compute_dynamic_ntk_parameters`), and `data.max_length` is not above. But a dynamic one reads the number of tokens
-    from the positions, which have no values on the meta device.
-    """
-    given = getattr(language, "rope_parameters", None) or {}
-    for rope in (given, *given.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") == "dynamic":
-            rope["rope_type"] = "default"
-            rope.pop("factor", None)
-
-
-def check_lengths(language: PretrainedConfig, longest: int, is_alone: bool) -> None:
-    """Raise ConfigError if what a language model computes of a sample depends on the other samples of its micro-batch.
-    `longest` is `data.max_length`; `is_alone` says whether each micro-batch has one sample."""
-    limit = longrope_limit(language)
-    if limit is not None and longest > limit and not is_alone:
-        raise ConfigError(
-            f"data.max_length={longest}: a {language.model_type} with rope_type=longrope has other rotary frequencies "
-            f"above {limit} tokens (original_max_position_embeddings), and transformers chooses them by the longest "
-            f"sample of a micro-batch, for all its samples; set data.max_length={limit} or less, or "
-            "micro_batch_size=1"
-        )
-
-
-def in_bf16(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and buffers, floats in bf16, which some kernels of mixtures of experts require."""
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return {name: value.bfloat16() if value.is_floating_point() else value for name, value in named}
-
-
 def layers_with_window(language: PretrainedConfig) -> int:
     """Return how many layers of a language model attend in a sliding window."""
     kinds = getattr(language, "layer_types", None)
@@ -661,35 +415,3 @@ def grows_with_square(attention: Attention, model: nn.Module) -> bool:
     if has_sinks or getattr(config, "attn_logit_softcapping", None) is not None:
         return True
     return attention is Attention.sdpa and layers_with_window(config) > 0
-
-
-def layers_out_of_reach(model: PreTrainedModel) -> str | None:
-    """Run a meta-device language model on a packed row. Return why a layer would mix the samples: it mixes tokens
-    outside llava_fsdp's attention implementation, or does not get the sample boundaries. None if all layers keep the
-    samples apart. The model must have the implementation `sdpa`, `varlen` or `flash`."""
-    config: Any = model.config
-    mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
-    if mixers:
-        return f"{config.model_type} mixes neighbouring tokens ({', '.join(mixers)})"
-    visits: list[tuple[nn.Module, int | None]] = []
-    weights = in_bf16(model)
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32), (1, 1)
-            embeds = torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16)
-            inputs = {"inputs_embeds": embeds, "use_cache": False}
-            functional_call(model, weights, kwargs={**inputs, **attention_arguments(segments), "visits": visits})
-    except (ConfigError, TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
-        return f"{config.model_type} does not run on a packed row ({error})"
-    windows, expected = sum(window is not None for _, window in visits), layers_with_window(config)
-    if windows != expected:
-        return (
-            f"{expected} layers of {config.model_type} attend in a sliding window, and {windows} of them pass it to "
-            "their attention"
-        )
-    if len({id(module) for module, _ in visits}) != config.num_hidden_layers:
-        return (
-            f"{len(visits)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "
-            "transformers' AttentionInterface, and the others would mix the samples of a row"
-        )
-    return None

@@ -1,31 +1,41 @@
-"""Packed rows in whole models of transformers, whose code passes no keyword arguments from the model to its layers.
+"""Packed rows in language models of transformers: their attention mask carries the boundaries of a row's samples.
 
-What every model does pass on is its attention mask. Here the mask carries the boundaries of a row's samples:
+A mask is what every model passes from its arguments to all its layers:
 
 1. `BoundaryMask`, a mask with two dimensions, goes into the model.
 2. transformers calls `make_row_mask` with it and with the model's own rule of which token attends to which. The result
-   is a `RowMask`, which has four dimensions, so that models hand it to their layers as it is.
-3. Each layer calls the function of `attend_rows` with the `RowMask`.
+   is a `RowMask`, which the model hands to its layers as it is.
+3. Each layer calls the function of `attend_with` with the `RowMask`.
 
 So there is no state outside of a forward pass, and a block that runs again in the backward pass gets the same mask.
+Rows with one sample each, and batches for generation, take the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    or_masks,
+    padding_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
-from llava_fsdp.config import Attention
 from llava_fsdp.model.packed_attention.attention import (
     NAMES,
     Attend,
     AttentionForm,
     Boundaries,
+    CachedRows,
     Lengths,
     PackedRow,
     Segments,
@@ -36,32 +46,32 @@ from llava_fsdp.model.packed_attention.attention import (
 )
 from llava_fsdp.runtime.errors import ConfigError
 
-PASSED_ON = (
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten._to_copy.default,
-)
-"""Operations that models apply to a mask before they hand it to their layers; a `RowMask` stays as it is."""
+Visits = list[tuple[nn.Module, int | None]]
+"""The layers that have attended, each with its window."""
 
 
 class BoundaryMask(torch.Tensor):
-    """The attention mask of rows, bool [rows, tokens], True everywhere, with the boundaries of the samples in a packed
-    row. A tensor that is computed from it is no BoundaryMask, except by `to`."""
+    """The attention mask of rows, bool [rows, tokens], False at padding on the left, with the boundaries of the samples
+    in a packed row. A tensor that is computed from it is no BoundaryMask, except by `to`."""
 
     boundaries: Boundaries | None
     """None: each row is one sample."""
-    visits: list[nn.Module] | None
+    is_cached: bool
+    """Whether the rows are a batch for generation, whose keys may be in a cache."""
+    visits: Visits | None
     """List to which every layer that attends is appended; None: they are not recorded."""
 
     @staticmethod
-    def of(ids: torch.Tensor, segments: Segments | None, visits: list[nn.Module] | None = None) -> BoundaryMask:
-        """Make the mask of rows of token ids, [rows, tokens]. `segments`: None: each row is one sample."""
-        mask = torch.ones_like(ids, dtype=torch.bool).as_subclass(BoundaryMask)
-        mask.boundaries, mask.visits = None, visits
+    def of(
+        mask: torch.Tensor, segments: Segments | None = None, visits: Visits | None = None, is_cached: bool = False
+    ) -> BoundaryMask:
+        """Make the mask of rows of a bool tensor, [rows, tokens]. `segments`: None: each row is one sample."""
+        made = mask.as_subclass(BoundaryMask)
+        made.boundaries, made.is_cached, made.visits = None, is_cached, visits
         if segments is not None:
             _, cu_seqlens, lengths = segments
-            mask.boundaries = Boundaries(cu_seqlens, Lengths(lengths, max(lengths)))
-        return mask
+            made.boundaries = Boundaries(cu_seqlens, Lengths(lengths, max(lengths)))
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,128 +81,153 @@ class BoundaryMask(torch.Tensor):
         if func is not torch.Tensor.to:
             return found
         moved = found.as_subclass(cls)
-        moved.boundaries, moved.visits = args[0].boundaries, args[0].visits
+        vars(moved).update(vars(args[0]))
         return moved
 
 
-class RowMask(torch.Tensor):
-    """Which tokens of rows attend to which: a mask for the layers of a model. It has the shape [rows, 1, tokens,
-    tokens] and no memory of that size."""
+@dataclass(frozen=True, eq=False)
+class RowMask:
+    """Which tokens of rows attend to which: what the layers of a model get as their mask. It is no tensor, so that
+    torch.compile does not look into it."""
 
     boundaries: Boundaries | None
-    masks: list[torch.Tensor] | None
+    """None: each row is one sample."""
+    window: int | None = None
+    """Number of latest tokens, including the token itself, that a token attends to; None: all tokens of its sample."""
+    masks: tuple[torch.Tensor, ...] | None = None
     """For each sample of a packed row, which of its tokens attend to which, bool [1, 1, length, length]; without
-    boundaries, one mask for all rows, bool [rows or 1, 1, tokens, tokens]. None: a token attends to itself and to all
-    earlier ones of its sample."""
-    visits: list[nn.Module] | None
-
-    @staticmethod
-    def __new__(cls, given: BoundaryMask, masks: list[torch.Tensor] | None, device: torch.device) -> RowMask:
-        rows, tokens = given.shape
-        shape = (rows, 1, tokens, tokens)
-        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.boundaries, mask.masks, mask.visits = given.boundaries, masks, given.visits
-        return mask
-
-    def __init__(self, *_: Any):
-        super().__init__()
-
-    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"RowMask({self.boundaries})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PASSED_ON:
-            return args[0]
-        raise ConfigError(f"a model computes {func} with the attention mask of a packed row; set pack=false")
+    boundaries, one mask for all rows, bool [rows or 1, 1, tokens, all tokens]. None: `window` says it."""
+    visits: Visits | None = None
+    chunks: Any = None
+    """This rank's chunks of the row, if several ranks share it."""
 
 
 def make_row_mask(
     *,
     mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None,
-    device: torch.device,
-    use_vmap: bool = False,
-    **_: Any,
+    local_size: int | None = None,
+    chunks_of: Callable[[Boundaries], Any] | None = None,
+    **given: Any,
 ) -> RowMask:
     """Make the mask of rows: a function for transformers' AttentionMaskInterface.
 
-    The model's rule is evaluated for each sample alone, so that the masks grow with the sum of the squares of the
-    samples' lengths, and not with the square of the row's. If the rule is that of causal attention, no mask is made,
-    and the kernels for packed rows compute the attention.
+    If the model's rule is causal attention, to all tokens or in a window, no mask is made, and the kernels for packed
+    rows compute the attention. Other rules are evaluated for each sample alone, so that the masks grow with the sum of
+    the squares of the samples' lengths, and not with the square of the row's.
 
     Args:
         mask_function: the model's rule: (row, head, query, key) -> whether the query attends to the key. Queries and
             keys are numbered in the whole row.
         attention_mask: the mask that the model was called with.
-        use_vmap: whether the rule takes single numbers only.
+        local_size: the model's window; None: the rule has none.
+        chunks_of: returns the chunks of a row that this rank computes; None: it computes whole rows.
+        given: other arguments of transformers' `sdpa_mask`.
     """
+    if isinstance(attention_mask, RowMask):  # a model inside of another one, which has made the mask
+        return attention_mask
     if not isinstance(attention_mask, BoundaryMask):
         raise ConfigError("a model replaces its attention mask, so that packed samples would be mixed; set pack=false")
+    given |= {"allow_is_causal_skip": False}
+    boundaries, visits = attention_mask.boundaries, attention_mask.visits
+    if attention_mask.is_cached:
+        # A padding token attends to itself too, because attending to no token gives NaN.
+        seen = padding_mask_function(attention_mask.as_subclass(torch.Tensor))
+        rule = or_masks(and_masks(mask_function, seen), lambda row, head, query, key: query == key)
+        return RowMask(None, masks=(sdpa_mask(**given, mask_function=rule),))
+    chunks = chunks_of(boundaries) if chunks_of is not None and boundaries is not None else None
     if mask_function is causal_mask_function:
-        return RowMask(attention_mask, None, device)
-    rows, tokens = attention_mask.shape
-    boundaries, masks, begin = attention_mask.boundaries, [], 0
-    for length in (tokens,) if boundaries is None else boundaries.lengths.each:
-        own = sdpa_mask(
-            batch_size=rows,
-            q_length=length,
-            kv_length=length,
-            q_offset=begin,
-            kv_offset=begin,
-            mask_function=mask_function,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
-        assert own is not None
-        masks.append(own)
+        return RowMask(boundaries, visits=visits, chunks=chunks)
+    if local_size is not None and is_same_rule(mask_function, sliding_window_causal_mask_function(local_size)):
+        return RowMask(boundaries, local_size, visits=visits, chunks=chunks)
+    masks, begin = [], 0
+    for length in (attention_mask.shape[1],) if boundaries is None else boundaries.lengths.each:
+        own: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
+        masks.append(sdpa_mask(**given | own, mask_function=mask_function))
         begin += length
-    return RowMask(attention_mask, masks, device)
+    return RowMask(boundaries, masks=tuple(masks), visits=visits, chunks=chunks)
 
 
-def attend_rows(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return a function for transformers' AttentionInterface that computes attention within the samples of a packed
-    row: with `kernel` where it is plainly causal, else with the model's own mask for each sample."""
+def is_same_rule(one: Any, other: Any) -> bool:
+    """Return whether two rules are the same: functions with the same code, made of the same numbers and functions."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(is_same_rule, one, other))
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        cells = [tuple(cell.cell_contents for cell in rule.__closure__ or ()) for rule in (one, other)]
+        return one.__code__ is other.__code__ and is_same_rule(*cells)
+    return isinstance(one, int) and isinstance(other, int) and one == other
+
+
+def attend_with(
+    kernel: Attend, around: Callable[[Attend, RowMask], Attend] = lambda kernel, row: kernel
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return a function for transformers' AttentionInterface that computes attention within the samples of rows.
+
+    Args:
+        kernel: computes causal attention over packed rows.
+        around: wraps the kernel, if several ranks share a row.
+    """
 
     def attend(
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | RowMask | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
+        """`softcap` and `s_aux` are transformers' names for `softcap` and `sinks` of `AttentionForm`."""
         row = attention_mask
         if not isinstance(row, RowMask):
             got = "no mask" if row is None else "a mask of its own"
             raise ConfigError(f"{type(module).__name__} attends with {got}, which would mix packed samples")
-        refuse_other_attention(module, others, None, is_causal=True)
+        refuse_other_attention(module, others, is_causal=row.masks is None)
         if row.visits is not None:
-            row.visits.append(module)
-        form = AttentionForm(scaling, dropout, None, softcap, s_aux)  # windows are in the masks
+            row.visits.append((module, row.window))
+        form = AttentionForm(scaling, dropout, row.window, softcap, s_aux)
         if row.boundaries is None:
             allowed = None if row.masks is None else row.masks[0]
             return attend_alone(module, query, key, value, form, allowed), None
-        if row.masks is None:
-            chosen = kernel if form.is_plain else each_alone
-            return chosen(module, query, key, value, PackedRow(row.boundaries, form)), None
-        each = row.boundaries.lengths.each
-        parts = zip(query.split(each, 2), key.split(each, 2), value.split(each, 2), row.masks, strict=True)
-        return torch.cat([attend_alone(module, q, k, v, form, mask) for q, k, v, mask in parts], dim=1), None
+        chosen = kernel if form.is_plain and row.masks is None else each_alone  # the others have no caps, sinks, masks
+        packed = PackedRow(row.boundaries, form, masks=row.masks)
+        return around(chosen, row)(module, query, key, value, packed), None
 
     return attend
 
 
-def rows_name(attention: Attention) -> str:
-    """Return the name of an attention implementation for packed rows of whole models, and register it in transformers'
-    AttentionInterface and AttentionMaskInterface."""
-    name, kernel = f"{NAMES[attention]}_rows", kernel_of(attention)
-    assert kernel is not None, "choose_kernel refuses it"
-    AttentionInterface.register(name, attend_rows(kernel))
-    AttentionMaskInterface.register(name, make_row_mask)
-    return name
+def register_attention() -> None:
+    """Register the attention implementations for packed rows, with the functions that make their masks; calling this
+    again changes nothing."""
+    for attention, name in NAMES.items():
+        kernel = kernel_of(attention)
+        if kernel is not None:
+            AttentionInterface.register(name, attend_with(kernel))
+            AttentionMaskInterface.register(name, make_row_mask)
+
+
+def attention_arguments(
+    inputs: torch.Tensor, segments: Segments | CachedRows | None, implementation: str
+) -> dict[str, Any]:
+    """Return the arguments of a language model's forward pass that say which tokens attend to which, and where they are
+    in their sample.
+
+    Args:
+        inputs: ids or embeddings, [rows, tokens, ...].
+        segments: the sample boundaries of a packed row, or the input for generation; None for padded rows.
+        implementation: name of the model's attention implementation. With one of transformers', rows are not packed.
+    """
+    is_ours = implementation in NAMES.values()
+    if isinstance(segments, CachedRows):
+        mask = BoundaryMask.of(segments.mask, is_cached=True) if is_ours else segments.mask.long()
+        cache = {"past_key_values": segments.cache, "use_cache": True}
+        return {"position_ids": segments.position_ids, "attention_mask": mask, **cache}
+    if not is_ours:
+        return {}
+    mask = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    if segments is None:
+        return {"attention_mask": BoundaryMask.of(mask)}
+    return {"position_ids": segments[0], "attention_mask": BoundaryMask.of(mask, segments)}

@@ -22,9 +22,9 @@ from llava_fsdp.model.packed_attention.attention import (
     Kernel,
     Segments,
     attention_of_transformers,
-    refuse_packing,
 )
-from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
+from llava_fsdp.model.packed_attention.packs import refuse_packing
+from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, register_attention
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.quantization import quantize_layers
@@ -101,7 +101,8 @@ class Whole(Architecture):
         if other:
             raise ModelError(f"a {type(made).__name__} has parameters outside of its model and output layer: {other}")
         theirs = attention_of_transformers(parts.language, type(self.language))
-        self.use_attention(theirs if kernel is None else rows_name(kernel.attention))
+        register_attention()
+        self.use_attention(theirs if kernel is None else kernel.name)
         known = inspect.signature(self.base.forward).parameters
         self.types = [name for name in known if name.endswith(TYPES)]
         """Names of the token types that the model takes. They are 0 in text."""
@@ -157,7 +158,8 @@ class Whole(Architecture):
             length = input_ids.shape[1]
             positions = torch.arange(length, device=input_ids.device)[None] if segments is None else segments[0]
         # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
-        mask = torch.ones_like(input_ids) if self.kernel is None else BoundaryMask.of(input_ids, segments)
+        mask = torch.ones_like(input_ids, dtype=torch.bool)
+        mask = mask.long() if self.kernel is None else BoundaryMask.of(mask, segments)
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, **given}
         with explained_dtypes(type(self.base).__name__):
             made = self.base(**inputs, use_cache=False)

@@ -17,11 +17,12 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from llava_fsdp.config import ContextHow
 from llava_fsdp.data.batching.context_cut import ContextCut
@@ -31,9 +32,9 @@ from llava_fsdp.model.packed_attention.attention import (
     Kernel,
     Lengths,
     PackedRow,
-    attend_with,
     kernel_of,
 )
+from llava_fsdp.model.packed_attention.row_mask import attend_with, make_row_mask
 from llava_fsdp.runtime.errors import ConfigError
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
@@ -89,17 +90,20 @@ def share_attention(
     Args:
         exchange: all-to-all on [ranks, ...], as `exchange_in` returns it.
         gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
-        name: name in transformers' AttentionInterface, where it stays registered until the process ends.
+        name: name in transformers' AttentionInterface and AttentionMaskInterface, where it stays registered until the
+            process ends.
     """
     config: Any = language_model.config
     attend = kernel_of(kernel.attention)
     assert attend is not None, "the kernel was chosen because it can run"
+    mask = make_row_mask
     if plan.how is ContextHow.ulysses:
         function = attend_with(attend, lambda chosen, _: Ulysses(chosen, plan.cut, exchange))
     else:
-        function = attend_with(attend, lambda chosen, chunks: GatheredKeys(chosen, gather, plan.cut.size, chunks))
-        language_model.register_forward_pre_hook(AddRowChunks(plan.cut), with_kwargs=True)
+        function = attend_with(attend, lambda chosen, row: GatheredKeys(chosen, gather, plan.cut.size, row.chunks))
+        mask = partial(make_row_mask, chunks_of=partial(row_chunks_of, cut=plan.cut))
     AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask)
     config._attn_implementation = name
 
 
@@ -158,22 +162,10 @@ class RowChunks:
     each: tuple[RowChunk, ...]
 
 
-class AddRowChunks:
-    """Forward pre-hook of a language model that adds the argument `row_chunks`, once for all layers."""
-
-    def __init__(self, cut: ContextCut):
-        self.cut = cut
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        lengths: Lengths | None = kwargs.get("segment_lengths")
-        if lengths is None:
-            return args, kwargs
-        return args, {**kwargs, "row_chunks": row_chunks_of(lengths.each, kwargs["cu_seqlens"], self.cut)}
-
-
-def row_chunks_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, cut: ContextCut) -> RowChunks:
-    """Return the chunks of a row that this rank computes. `cu_seqlens` are cumulative lengths, int32 [samples + 1]."""
-    return RowChunks(tuple(row_chunk_of(lengths, cu_seqlens, begin, end) for begin, end in cut.chunks(sum(lengths))))
+def row_chunks_of(row: Boundaries, cut: ContextCut) -> RowChunks:
+    """Return the chunks of a row that this rank computes."""
+    lengths = row.lengths.each
+    return RowChunks(tuple(row_chunk_of(lengths, row.cu_seqlens, *ends) for ends in cut.chunks(sum(lengths))))
 
 
 def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:

@@ -22,7 +22,8 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.build import build_architecture
-from llava_fsdp.model.packed_attention.attention import Kernel, NothingPacked, packing_refused
+from llava_fsdp.model.packed_attention.attention import Kernel
+from llava_fsdp.model.packed_attention.packs import NothingPacked, packing_refused
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.context.context_attention import plan_context, share_attention

@@ -9,7 +9,8 @@ from torch.func import functional_call
 
 from llava_fsdp.config import DType, PrecisionConfig
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.packed_attention.attention import attention_of_transformers, in_bf16
+from llava_fsdp.model.packed_attention.attention import attention_of_transformers
+from llava_fsdp.model.packed_attention.packs import in_bf16
 from llava_fsdp.parallel.precision.precision import compute_norms_in_fp32, norm_weights
 from llava_fsdp.plan.memory.blank_images import BlankImages
 from llava_fsdp.plan.memory.known_values import KnownValues

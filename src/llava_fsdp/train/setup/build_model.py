@@ -12,7 +12,8 @@ from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
-from llava_fsdp.model.packed_attention.attention import check_lengths, choose_kernel
+from llava_fsdp.model.packed_attention.attention import choose_kernel
+from llava_fsdp.model.packed_attention.packs import check_lengths
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.quantization import check_quantizer
 from llava_fsdp.parallel.compile import choose_compiling
