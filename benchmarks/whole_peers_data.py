@@ -64,7 +64,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
         "intermediate_size": wide * 8 // 3, "out_hidden_size": hidden, "patch_size": PATCH, "window_size": 8 * PATCH,
         "fullatt_block_indexes": [layers - 1], "initializer_range": 0.02,
     }  # fmt: skip
-    size = {"shortest_edge": 16 * PATCH**2, "longest_edge": 1024 * PATCH**2}
+    size = {"shortest_edge": 16 * PATCH**2, "longest_edge": 4096 * PATCH**2}
     kind, fields = row.image
     row = replace(
         row,
