@@ -1,5 +1,6 @@
 """A training of each family against transformers' own class, one sample at a time: weights, losses and gradients."""
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
+from loaders import agreed_steps
 from steps import begin
 from tiers import any_but
 from torch.distributed.tensor import DTensor
+from whole_loop import weights_of
 from whole_models import (
     PADDED,
     WHOLE,
     WholeModel,
     assert_same_gradients,
+    conversation,
     named,
     own_gradients,
     peer_gradients,
@@ -28,6 +32,7 @@ from llava_fsdp.data.loader import Loader
 from llava_fsdp.parallel.precision.precision import is_norm
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
+from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.main import settle_auto, train
 from llava_fsdp.train.setup.build_state import open_data
 from llava_fsdp.train.setup.preflight import open_model, preflight
@@ -35,6 +40,9 @@ from llava_fsdp.train.setup.unused import freeze_unused
 from llava_fsdp.train.state import TrainState
 
 Whole = Callable[[str], WholeModel]
+CONSTANT = "optim.schedule=constant", "optim.warmup_ratio=0"
+SEED = 9
+"""Draws the two texts first, of two and two samples with images."""
 FAST = ("gemma3", "paddleocr_vl", "granite4_vision")
 
 
@@ -130,6 +138,40 @@ def test_a_rank_without_images_trains_with_one_that_has_some(
     assert sum(own for own, *_ in results) == pytest.approx(loss, rel=1e-5)
     for _, own, _ in results:
         assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+def trained_on_a_rank(world: World, cfg: Config) -> tuple[list[float], list[int], list[dict[str, torch.Tensor]]]:
+    """Losses, numbers of images and weights after each step; at first, the weights before."""
+    state = begun(world, cfg)
+    losses, images, weights = [], [], [weights_of(state)]
+    for step in agreed_steps(state.loader):
+        losses.append(train_step(state, step, cfg, 0.0).loss)
+        images.append(step.facts.images)
+        weights.append(weights_of(state))
+    return losses, images, weights
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", any_but([], ["gemma3", "qwen2_5_vl"]))
+def test_a_step_without_images_leaves_the_vision_part_as_it_is(
+    name: str, whole: Whole, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """On one rank and on two, of which none runs it, and in which the next step has images."""
+    model = whole(name)
+    texts = [conversation(number, ["how many?", "seven"]) for number in range(2)]
+    shown = [record for record in model.records("few") if "image" in record][:2]
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps([*texts, *(record | {"id": f"shown {n}"} for n, record in enumerate(shown))]))
+    more = f"data.path={path}", "global_batch_size=2", "micro_batch_size=1", "max_steps=2", f"seed={SEED}", *CONSTANT
+    wanted = trained_on_a_rank(single_world(), model.config(tmp_path / "one", *more))
+    results = pools[2].run(trained_on_a_rank, model.config(tmp_path / "two", *more, "sharding=zero3"))
+    for losses, images, weights in (wanted, *results):
+        assert [count > 0 for count in images] == [False, True], "SEED does not begin with the texts"
+        assert losses == pytest.approx(wanted[0], rel=1e-5)
+        first = {name for name, own in weights[1].items() if not torch.equal(own, weights[0][name])}
+        assert first and not any("vision" in name or "visual" in name for name in first)
+        then = {name for name, own in weights[2].items() if not torch.equal(own, weights[1][name])}
+        assert any("vision" in name or "visual" in name for name in then)
 
 
 @pytest.mark.any
