@@ -202,39 +202,19 @@ def whole_peers() -> str:
         for peer, rows in found.items()
     ]
     head = ["", *(name for data in options for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
-    goals = [
-        f"on `{goal['data']}` beside {GOALS_OF_WHOLE[goal['peer']]} of {goal['goal']:.1f} ({goal['value']:.2f}) is "
-        f"{'met' if goal['met'] else 'missed'}"
-        for goal in report["goals"]
-    ]
+    goals = {goal["peer"]: f"{goal['goal']:.1f} is {'met' if goal['met'] else 'missed'}" for goal in report["goals"]}
+    size = report["sizes"]["mixed"]
     return (
         f"Width {own['hidden']}, {own['layers']} layers and as many in the vision part, {own['rows']} samples a step, "
-        f"{own['steps']} steps a round, {own['repeats']} rounds. First losses agree within "
-        f"{report['equality']['first losses']:.0e}:\n\n"
+        f"{own['steps']} steps a round, {own['repeats']} rounds. A step of `mixed` has {size['tokens']:,.0f} tokens "
+        f"({size['padded_positions']:,.0f} positions when padded) and {size['patches']:,.0f} patches of images. First "
+        f"losses agree within {report['equality']['first losses']:.0e}:\n\n"
         f"{table(head, lines, 'l' + 'r' * 2 * len(options))}\n\n"
-        f"The goal {'; '.join(goals)}. What padding and the logits of all positions can lose follows from the sizes of "
-        f"a step. The vision part has no padding, so its share bounds the gain:\n\n"
-        f"{ideal_of_whole(report)}\n\n"
-        f"A rank without images beside others that have some runs a blank image, if the vision part trains: its steps "
-        f"of `text` then take {report['blank_image']['median']:.2f} times the seconds. In a step without any image no "
-        f"rank does.\n\n{origin(path, report)}"
+        f"On `mixed`, the goal beside the Trainer of {goals['hf']}, and that beside the loop by hand of "
+        f"{goals['row']}. On `text`, this project's steps have a blank image, because the vision part trains: they "
+        f"take {report['blank_image']['median']:.2f} times the seconds of the same steps without it.\n\n"
+        f"{origin(path, report)}"
     )
-
-
-GOALS_OF_WHOLE = {"hf": "the Trainer", "row": "the loop by hand"}
-
-
-def ideal_of_whole(report: Report) -> str:
-    """Sizes of a step of each data set, and the ratio of products that padding alone gives."""
-    head = ["", "tokens", "positions when padded", "patches", "vision part's share of products", "padded / packed",
-            "the same, vision part frozen"]  # fmt: skip
-    lines = []
-    for data, size in report["sizes"].items():
-        whole, frozen = (report["products"][data][name] for name in ("all parts train", "vision part frozen"))
-        counts = [f"{size[name]:,.0f}" for name in ("tokens", "padded_positions", "patches")]
-        ratios = [f"{own['padded_over_packed']:.2f}" for own in (whole, frozen)]
-        lines.append([f"`{data}`", *counts, f"{whole['share_of_vision']:.0%}", *ratios])
-    return table(head, lines, "l" + "r" * (len(head) - 1))
 
 
 WHOLE = {
