@@ -128,13 +128,12 @@ def make_row_mask(
         return attention_mask
     if not isinstance(attention_mask, BoundaryMask):
         raise ConfigError("a model replaces its attention mask, so that packed samples would be mixed; set pack=false")
-    given |= {"allow_is_causal_skip": False}
     boundaries, visits = attention_mask.boundaries, attention_mask.visits
     if attention_mask.is_cached:
         # A padding token attends to itself too, because attending to no token gives NaN.
         seen = padding_mask_function(attention_mask.as_subclass(torch.Tensor))
         rule = or_masks(and_masks(mask_function, seen), lambda row, head, query, key: query == key)
-        return RowMask(None, masks=(sdpa_mask(**given, mask_function=rule),))
+        return RowMask(None, masks=(evaluated(rule, given),))
     chunks = chunks_of(boundaries) if chunks_of is not None and boundaries is not None else None
     if mask_function is causal_mask_function:
         return RowMask(boundaries, visits=visits, chunks=chunks)
@@ -143,9 +142,16 @@ def make_row_mask(
     masks, begin = [], 0
     for length in (attention_mask.shape[1],) if boundaries is None else boundaries.lengths.each:
         own: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
-        masks.append(sdpa_mask(**given | own, mask_function=mask_function))
+        masks.append(evaluated(mask_function, given | own))
         begin += length
     return RowMask(boundaries, masks=tuple(masks), visits=visits, chunks=chunks)
+
+
+def evaluated(rule: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
+    """Return the mask of a rule, bool [rows or 1, 1, queries, keys]. `given`: other arguments of `sdpa_mask`."""
+    mask = sdpa_mask(**given | {"allow_is_causal_skip": False}, mask_function=rule)
+    assert mask is not None
+    return mask
 
 
 def is_same_rule(one: Any, other: Any) -> bool:
