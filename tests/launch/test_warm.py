@@ -3,7 +3,13 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+import torch
 from commands import TORCHRUN
+from harness import RankPool, single_world
+
+from llava_fsdp.data.text.bounded_jinja import process, render
+from llava_fsdp.parallel.ranks.world import World
 
 RANK = """
 import gc, io, logging, os, socket, sys
@@ -37,3 +43,19 @@ def test_a_rank_writes_nothing_into_its_connections(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
     assert ran.stdout == "[] []\n"
+
+
+def renders_in_a_fork(_: World) -> bool:
+    """Whether the process that renders chat templates was forked, and not started with a command line of its own."""
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": "a word"}], {})[0] == "a word"
+    started = process()._process
+    assert started is not None
+    return b"limited_process" not in Path(f"/proc/{started.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.ranks
+def test_processes_beside_tests_and_ranks_are_forked(pools: dict[int, RankPool]) -> None:
+    """Each would otherwise import transformers anew, which takes most of a second."""
+    is_installed = not torch.cuda.is_available()  # see conftest.py
+    assert renders_in_a_fork(single_world()) == is_installed
+    assert pools[2].run(renders_in_a_fork) == [is_installed] * 2
