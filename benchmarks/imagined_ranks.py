@@ -63,7 +63,7 @@ def measure_step(ranks: int, folder: Path) -> Report:
     contents = Contents((LENGTH,) * SAMPLES, SAMPLES, SAMPLES, labels, SAMPLES * SIDE * SIDE)
     with distributed(cfg) as world:
         found = dry_run.measure(cfg, world, contents)
-        sent = dry_run.plan_of(cfg, world, contents).sent
+        sent = dry_run.planned_memory_of(cfg, world, contents).sent
     moved = [found["collectives"][kind] for kind in ("all_gather", "reduce_scatter")]
     held = found["bytes"].values()
     return {

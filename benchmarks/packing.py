@@ -35,7 +35,7 @@ from samples import (
 from llava_fsdp.config import Config, Normalize
 from llava_fsdp.data.batching.batch import Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator
-from llava_fsdp.data.batching.llava_samplers import chunked
+from llava_fsdp.data.batching.llava_samplers import split_into
 from llava_fsdp.data.batching.packing import split_step
 from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.parallel.parallelism import Parallelism
@@ -80,13 +80,13 @@ def micro_batches(state: TrainState, cfg: Config, layout: str) -> Step:
     if layout == PACKED:
         return steps.prepare(0)
     numbers = steps.sampler.samples(0)
-    rows: list[Row] = [steps.load(number) for number in numbers]
+    rows: list[Row] = [steps.read_row(number) for number in numbers]
     known = StepFacts(0, samples=len(rows), label_tokens=sum(s.num_labels for s, _ in rows))
     collate = Collator(steps.image_reader, Normalize.step, pack=False)
     if layout == GROUPED:  # the records were written in its order
-        cut = chunked(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)
+        cut = split_into(sorted(range(len(rows)), key=lambda place: numbers[place]), ROWS)
     elif layout == RANDOM:
-        cut = chunked(list(range(len(rows))), ROWS)
+        cut = split_into(list(range(len(rows))), ROWS)
     else:
         more = IMAGE - steps.image_reader.tokens.features
         (cut,) = split_step([len(s.input_ids) + more * bool(s.images) for s, _ in rows], 1, ROWS)

@@ -77,7 +77,7 @@ def run_ours(plan: dict[str, Any], cfgs: dict[str, Any], change: Callable[[str, 
     """
     from llava_fsdp.parallel.parallelism import Parallelism
     from llava_fsdp.parallel.ranks import mesh as ranks
-    from llava_fsdp.runtime.files.run_dir import claimed
+    from llava_fsdp.runtime.files.run_dir import claiming_folder
     from llava_fsdp.runtime.process.watchdog import Watchdog
     from llava_fsdp.train.events.gc_schedule import GarbageCollection
     from llava_fsdp.train.events.reporting.reports import Reports, open_reports
@@ -90,7 +90,7 @@ def run_ours(plan: dict[str, Any], cfgs: dict[str, Any], change: Callable[[str, 
     cfg = cfgs[plan["data"][0]]
     folder = Path(cfg.output_dir)
     with (
-        claimed(folder, ranks.own_rank(), cfg.private),
+        claiming_folder(folder, ranks.own_rank(), cfg.private),
         Watchdog(folder, ranks.own_rank(), cfg.comm.timeout, cfg.comm.warn_after) as watchdog,
         ranks.distributed(cfg) as world,
         watchdog.watching_peers(ranks.rank_identities()),

@@ -10,7 +10,7 @@ import torch
 from bench import ASSETS
 from PIL import Image
 
-from llava_fsdp.data.batching.llava_samplers import chunked, modality_grouped
+from llava_fsdp.data.batching.llava_samplers import group_by_modality, split_into
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 
 Lengths = list[tuple[int, bool]]
@@ -50,8 +50,8 @@ def grouped(tail: str, ranks: int = RANKS, rows: int = ROWS) -> tuple[Lengths, l
     words = [length - IMAGE if shown else -length for length, shown in lengths]
     dice = [torch.Generator().manual_seed(seed) for seed in range(2)]
     kept = len(words) - 2 * ranks * rows  # the last two steps are set aside, mixed
-    order = modality_grouped(words, rows, ranks, *dice)[:kept]
-    return lengths, chunked(order, rows)
+    order = group_by_modality(words, rows, ranks, *dice)[:kept]
+    return lengths, split_into(order, rows)
 
 
 def write_model(folder: Path, hidden: int, layers: int, side: int, vocabulary: int | None = None) -> None:

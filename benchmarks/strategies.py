@@ -215,7 +215,7 @@ def prepare(case: Case, precision: str, options: argparse.Namespace, work: Path,
 
 def first_steps(loader: Loader) -> list[Step]:
     """Prepared before anything is timed: the same samples for every variant."""
-    source = map(loader.agree, loader.prepared(0))
+    source = map(loader.agree, loader.steps_from(0))
     return [next(source) for _ in range(CHECKED_STEPS)]
 
 

@@ -37,7 +37,7 @@ from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.setup.build_state import build_state, open_data
 from llava_fsdp.train.state import TrainState
-from llava_fsdp.train.sums.source_sums import summed
+from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
 CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}
@@ -97,7 +97,7 @@ def ddp_step(state: TrainState, ddp: DistributedDataParallel, step: Step, cfg: C
             (loss * dist.get_world_size()).backward()  # DDP averages over the ranks, and the step's loss is a sum
         loss_sum += loss.detach()
     norm = float(clip_gradients(state.masters, cfg.optim.clip))
-    loss_of_step = float(summed(loss_sum))
+    loss_of_step = float(sum_over_ranks(loss_sum))
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1

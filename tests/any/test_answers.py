@@ -124,10 +124,10 @@ def test_blank_images_change_answers_and_not_their_number_of_tokens(whole: Whole
     model = whole("aya_vision")
     assistant, question = assistant_of(model), questions_of(model)[1]
     images = [assistant.load_image(path, "") for path in question.images]
-    blank = [assistant.blank(image) for image in images]
+    blank = [assistant.blank_image(image) for image in images]
     assert all(one.pixels.shape == other.pixels.shape for one, other in zip(images, blank, strict=True))
     assert all(len(set(map(tuple, one.pixels.reshape(-1, 3).tolist()))) == 1 for one in blank)
-    lengths = [len(assistant.ask(question.turns, own, "")[0].input_ids) for own in (images, blank)]
+    lengths = [len(assistant.encode_question(question.turns, own, "")[0].input_ids) for own in (images, blank)]
     assert lengths[0] == lengths[1]
 
 
@@ -135,7 +135,7 @@ def test_tags_and_images_must_match(whole: Whole) -> None:
     model = whole("aya_vision")
     assistant, question = assistant_of(model), questions_of(model)[1]
     with pytest.raises(DataError, match="here: 1 <image> tags for 2 images"):
-        assistant.ask(question.turns, [assistant.load_image(question.images[0], "")] * 2, "here")
+        assistant.encode_question(question.turns, [assistant.load_image(question.images[0], "")] * 2, "here")
 
 
 def answers_on_a_rank(world: World, cfg: Config) -> list[str]:

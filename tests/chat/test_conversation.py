@@ -46,7 +46,7 @@ class Answers:
     def load_image(self, path: Path, where: str, images: int = 1) -> LoadedImage:
         return image(path.name)
 
-    def prepared(self, images: list[LoadedImage]) -> list[LoadedImage]:
+    def prepare_images(self, images: list[LoadedImage]) -> list[LoadedImage]:
         return list(images)
 
     def stream(self, turns: list[Turn], images: Any, sampling: Any, generator: Any) -> Generator[str, None, bool]:
@@ -162,12 +162,12 @@ def test_images_are_read_again_where_their_number_decides() -> None:
     own: Any = SimpleNamespace(reader=SimpleNamespace(tokens=tokens), load_image=load)
     video = image("c.mp4")
     alone = image("a")
-    first, other = Assistant.prepared(own, [alone, video])
+    first, other = Assistant.prepare_images(own, [alone, video])
     assert first is alone and other is video
     assert not read
-    both = Assistant.prepared(own, [image("a", images=1), video, image("b", images=2)])
+    both = Assistant.prepare_images(own, [image("a", images=1), video, image("b", images=2)])
     assert read == [("a", 2)] and [one.images for one in both] == [2, 1, 2] and both[1] is video
-    assert [one.images for one in Assistant.prepared(own, [image("a", images=2)])] == [1]
+    assert [one.images for one in Assistant.prepare_images(own, [image("a", images=2)])] == [1]
 
 
 def test_a_conversation_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_conversation_that_does_not_fit_into_memory(monkeypatch: pytest.Monkey
     before = PrefixCache(tokens=[1, 2])
     monkeypatch.setattr(before, "reuse", lambda *_: (None, 0))
     own: Any = SimpleNamespace(
-        ask=lambda *_: (np.arange(9), []), max_tokens=20, new_text=SimpleNamespace, prefix=before,
+        encode_question=lambda *_: (np.arange(9), []), max_tokens=20, new_text=SimpleNamespace, prefix=before,
         model=None, to_device=lambda *_: (None, ()), device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(OutOfMemory, match="a conversation of 9 tokens"):
@@ -192,7 +192,7 @@ def test_tags_are_those_of_the_images() -> None:
     own: Any = SimpleNamespace()
     for turns in ([Turn("human", "a")], [Turn("human", f"{IMAGE_TAG}{IMAGE_TAG}")], [Turn("gpt", IMAGE_TAG)]):
         with pytest.raises(DataError, match=r"^here: \d <image> tags for 1 images"):
-            Assistant.ask(own, turns, [image("a")], "here")
+            Assistant.encode_question(own, turns, [image("a")], "here")
 
 
 @pytest.mark.parametrize("command", ["chat", "evaluate"])
@@ -272,7 +272,7 @@ def test_uploads_are_bounded_and_pass(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("starlette", reason="gradio is not installed")
     from llava_fsdp.chat.web import security
 
-    monkeypatch.setattr(security, "ROOM", 100)
+    monkeypatch.setattr(security, "MOST_UPLOADED_BYTES", 100)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a").write_bytes(b"x" * 60)
     seen: list[list[int]] = []
@@ -348,7 +348,7 @@ def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypa
     monkeypatch.setattr(module, "write_tokens", write)
     monkeypatch.setattr(module, "DynamicCache", lambda **_: None)
     own: Any = SimpleNamespace(
-        ask=lambda turns, images, where: (np.arange(len(turns)), images), max_tokens=9,
+        encode_question=lambda turns, images, where: (np.arange(len(turns)), images), max_tokens=9,
         new_text=lambda: SimpleNamespace(close=lambda: "", text="", ended=False),
         to_device=lambda ids, images, blank: (ids, ()), device=torch.device("cpu"),
         model=SimpleNamespace(language=SimpleNamespace(config=None)),

@@ -46,7 +46,7 @@ def test_tiles_and_errors_are_those_of_the_reader(assistant: Assistant, dataset:
 def test_an_image_over_the_limit_is_refused_by_name(
     assistant: Assistant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_process, "MEMORY", 64)
+    monkeypatch.setattr(image_process, "MOST_MIB", 64)
     Image.new("RGB", (6000, 7000)).save(tmp_path / "large.png")
     Image.new("RGB", (60, 70)).save(tmp_path / "small.png")
     process = ImageProcess(assistant.reader)

@@ -23,8 +23,8 @@ pytest.importorskip("starlette", reason="gradio is not installed")
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.web import security
-from llava_fsdp.chat.web.security import RequestGuard, RequestRefused, check_body, check_call, check_names, check_route
-from llava_fsdp.chat.web.server import bound
+from llava_fsdp.chat.web.security import RequestGuard, RequestRefused, check_body, check_call, check_origin, check_route
+from llava_fsdp.chat.web.server import listen
 from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
@@ -343,12 +343,12 @@ def test_it_ends_and_leaves_nothing(served: Served) -> None:
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with bound("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port={port} cannot be listened on: .*port={port + 1}"):
-            bound("127.0.0.1", port)
+            listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"host=no\.such\.invalid port=1 cannot be listened on"):
-        bound("no.such.invalid", 1)
+        listen("no.such.invalid", 1)
 
 
 def test_without_the_package(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_without_the_package(noise: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def may_ask(headers: dict[str, str], host: str = "127.0.0.1") -> bool:
     try:
-        check_names(headers, host)
+        check_origin(headers, host)
     except RequestRefused:
         return False
     return True
@@ -390,10 +390,10 @@ def test_who_may_ask() -> None:
         {"host": "localhost:7860", "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"},
     ):  # fmt: skip
         with pytest.raises(RequestRefused) as refusal:
-            check_names(headers, "127.0.0.1")
+            check_origin(headers, "127.0.0.1")
         assert refusal.value.status == 403
     with pytest.raises(RequestRefused):  # a form of another site, sent by navigating, without an Origin
-        check_names({"host": "localhost", **link}, "127.0.0.1", "POST")
+        check_origin({"host": "localhost", **link}, "127.0.0.1", "POST")
 
 
 def test_what_may_be_asked(tmp_path: Path) -> None:

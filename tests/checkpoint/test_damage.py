@@ -19,7 +19,7 @@ from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.verify import newest_together, verify
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.files.digests import TAIL, sealed
+from llava_fsdp.runtime.files.digests import TAIL, with_digest
 
 BESIDE_FILE = "adapter/adapter_model.safetensors"
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", STATE_FILE, MANIFEST_FILE, BESIDE_FILE)
@@ -229,7 +229,7 @@ def mutate(content: bytes, dice: random.Random) -> bytes:
 def agree_if_possible(folder: Path, name: str, content: bytes) -> None:
     """A manifest with the digest of what was mutated: what reads behind it must hold out alone."""
     if name == MANIFEST_FILE:
-        (folder / name).write_bytes(sealed(content[:-TAIL]))
+        (folder / name).write_bytes(with_digest(content[:-TAIL]))
         return
     own = {"bytes": len(content), "xxh128": xxh3_128(content).hexdigest()}
     forge_manifest(folder, lambda m: m["files"].update({name: own}))

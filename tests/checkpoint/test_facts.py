@@ -17,13 +17,13 @@ from small import Configure, config_of
 from llava_fsdp.checkpoint.commit import merge_entries
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank_file
 from llava_fsdp.checkpoint.saver import Saver
-from llava_fsdp.checkpoint.state_json import jsonable, parse_facts, render_facts
+from llava_fsdp.checkpoint.state_json import parse_facts, render_facts, without_enums
 from llava_fsdp.config import Config, SourceConfig, schema_keys
 from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import durable_files
-from llava_fsdp.runtime.files.durable_files import FILES
-from llava_fsdp.runtime.files.run_dir import FOLDERS, WRITTEN, begun_at, list_checkpoints
+from llava_fsdp.runtime.files.durable_files import LEAST_INODES
+from llava_fsdp.runtime.files.run_dir import FOLDER_NAMES, WRITTEN_NAMES, begun_at, list_checkpoints
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of
@@ -155,7 +155,7 @@ def test_the_default_training_of_0_2_0_continues() -> None:
     A key that was added since needs the value of before in `settings_then`, a renamed one its row in
     `config/command_line/renamed.py`."""
     then = json.loads(Path(__file__).with_name("settings_0_2_0.json").read_text())
-    assert changed_settings(settings_then(then), flat(jsonable(asdict(config_of([]))))) == []
+    assert changed_settings(settings_then(then), flat(without_enums(asdict(config_of([]))))) == []
 
 
 WHOLE: dict[str, Any] = {
@@ -227,7 +227,12 @@ def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
 
 
 def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for bytes_, inodes, fits in ((100, None, True), (99, None, False), (100, FILES, True), (100, FILES - 1, False)):
+    for bytes_, inodes, fits in (
+        (100, None, True),
+        (99, None, False),
+        (100, LEAST_INODES, True),
+        (100, LEAST_INODES - 1, False),
+    ):
         monkeypatch.setattr(durable_files, "free_bytes", lambda _, n=bytes_: n)
         monkeypatch.setattr(durable_files, "free_inodes", lambda _, n=inodes: n)
         with contextlib.nullcontext() if fits else pytest.raises(CheckpointError):
@@ -238,12 +243,12 @@ def test_starting_over_moves_all_that_a_run_writes_but_what_each_start_replaces(
     replaced = {
         ".lock", "run_status.json", ".run_failed", ".stepped", ".begun", "config.yaml", ".heartbeats", "stacks"
     }  # fmt: skip
-    for name in (*(WRITTEN - FOLDERS), "train.log"):
+    for name in (*(WRITTEN_NAMES - FOLDER_NAMES), "train.log"):
         (tmp_path / name).write_text("of the run before")
-    for name in (*FOLDERS, "old-1"):
+    for name in (*FOLDER_NAMES, "old-1"):
         (tmp_path / name).mkdir()
     start_over(tmp_path)
-    assert {path.name for path in (tmp_path / "old-2").iterdir()} == WRITTEN - replaced
+    assert {path.name for path in (tmp_path / "old-2").iterdir()} == WRITTEN_NAMES - replaced
     assert {path.name for path in tmp_path.iterdir()} == {*replaced, "train.log", "old-1", "old-2"}
     assert not list((tmp_path / "old-1").iterdir())
 

@@ -30,7 +30,7 @@ from llava_fsdp.parallel.ranks.replicas import (
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.files.run_dir import FOLDER
-from llava_fsdp.train.checkpoints.replica_check import SHOWN, all_tensors, check_replicas, describe
+from llava_fsdp.train.checkpoints.replica_check import SHOWN, all_tensors, check_replicas, replica_error
 from llava_fsdp.train.events.save_and_stop import open_saver
 from llava_fsdp.train.loop import train_step
 
@@ -222,17 +222,19 @@ def test_checksums_travel_only_where_they_differ(wrong: RankChecksums) -> None:
 def test_an_error_names_the_ranks_that_are_outvoted(tmp_path: Path) -> None:
     """With their hosts; a checkpoint that is there, and as many names as one reads."""
     hosts = [f"host{rank}" for rank in range(SHOWN + 5)]
-    one = describe([Difference("a", (3,), True)], hosts, 7, tmp_path)
+    one = replica_error([Difference("a", (3,), True)], hosts, 7, tmp_path)
     assert str(one).startswith("after step 7, rank 3 (host3) differs from its replicas in 1 of the tensors")
     assert "checkpoint is none" in str(one)
     (tmp_path / "step-000004").mkdir()
     (tmp_path / "step-000006").mkdir()
     found = [Difference("a", (2, 1), True), Difference("b", (2, 0), False)]
-    two = describe(found, hosts, 7, tmp_path)
+    two = replica_error(found, hosts, 7, tmp_path)
     assert "rank 0 (host0), rank 1 (host1), rank 2 (host2) differ from each other in 2 of" in str(two)
     assert f"checkpoint is {tmp_path / 'step-000006'}," in str(two) and ": a, b. Memory" in str(two)
     assert two.culprit == {"rank": 0, "host": "host0", "tensors": ["a", "b"]}
-    many = describe([Difference(f"t{n}", tuple(range(SHOWN + 2)), True) for n in range(SHOWN + 1)], hosts, 7, tmp_path)
+    many = replica_error(
+        [Difference(f"t{n}", tuple(range(SHOWN + 2)), True) for n in range(SHOWN + 1)], hosts, 7, tmp_path
+    )
     assert f"(host{SHOWN - 1}) and 2 more differ from their replicas" in str(many)
     assert f"t{SHOWN - 1}. Memory" in str(many) and len(many.culprit["tensors"]) == SHOWN + 1
 

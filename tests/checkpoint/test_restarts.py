@@ -12,7 +12,7 @@ from llava_fsdp.checkpoint.retention import set_aside_later
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import status_file
 from llava_fsdp.runtime.files.run_dir import FOLDER, mark_begun
-from llava_fsdp.train.checkpoints.resume import choose
+from llava_fsdp.train.checkpoints.resume import choose_checkpoint
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_starting_over_is_done_once(launch: None, configure: Configure, tmp_path: Path) -> None:
     save_steps(single_world(), tmp_path / FOLDER, [8])
     cfg = configure("checkpoint.resume=never")
-    assert choose(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000008").is_dir()
-    assert choose(cfg) is None, "killed before its first checkpoint"
+    assert choose_checkpoint(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000008").is_dir()
+    assert choose_checkpoint(cfg) is None, "killed before its first checkpoint"
     save_steps(single_world(), tmp_path / FOLDER, [2])
-    found = choose(cfg)
+    found = choose_checkpoint(cfg)
     assert found is not None and found.folder == tmp_path / FOLDER / "step-000002"
     assert [path.name for path in tmp_path.glob("old-*")] == ["old-1"]
 
@@ -35,10 +35,10 @@ def test_another_launch_starts_over(
     launch: None, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = configure("checkpoint.resume=never")
-    assert choose(cfg) is None
+    assert choose_checkpoint(cfg) is None
     save_steps(single_world(), tmp_path / FOLDER, [2])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run8")
-    assert choose(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000002").is_dir()
+    assert choose_checkpoint(cfg) is None and (tmp_path / "old-1" / FOLDER / "step-000002").is_dir()
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("run7", True), ("none", False)])
@@ -48,10 +48,10 @@ def test_a_requeued_job_goes_on_with_what_it_began(
     """Under its own name, by a torchrun that is younger than what was begun. Without a name it is another run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
     cfg = configure("checkpoint.resume=never")
-    assert choose(cfg) is None
+    assert choose_checkpoint(cfg) is None
     save_steps(single_world(), tmp_path / FOLDER, [2])
-    monkeypatch.setattr(status_file, "started", lambda _: time.time() + 1)
-    found = choose(cfg)
+    monkeypatch.setattr(status_file, "start_time", lambda _: time.time() + 1)
+    found = choose_checkpoint(cfg)
     assert (found is not None) == goes_on and (tmp_path / "old-1").exists() != goes_on
 
 
@@ -64,9 +64,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_unless_told_otherwise(
     cfg = configure(f"checkpoint.strict={str(strict).lower()}")
     if strict:
         with pytest.raises(CheckpointError):
-            choose(cfg)
+            choose_checkpoint(cfg)
     else:
-        found = choose(cfg)
+        found = choose_checkpoint(cfg)
         assert found is not None and found.folder == tmp_path / FOLDER / "step-000002"
 
 
@@ -79,7 +79,7 @@ def test_a_branch_begins_once(launch: None, configure: Configure, tmp_path: Path
     cfg = configure(f"checkpoint.resume={wish}", to="out")
 
     def chosen() -> Path:
-        found = choose(cfg)
+        found = choose_checkpoint(cfg)
         assert found is not None
         return found.folder
 

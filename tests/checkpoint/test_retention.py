@@ -11,15 +11,15 @@ from llava_fsdp.checkpoint.commit import merge_entries
 from llava_fsdp.checkpoint.manifest import RowRange, TensorEntry
 from llava_fsdp.checkpoint.retention import (
     delete,
+    delete_old,
     delete_temporary,
-    prune,
     require_plain_folder,
     restore_replaced,
     set_aside,
     set_aside_later,
     write_latest,
 )
-from llava_fsdp.checkpoint.verify import first_good, read_small
+from llava_fsdp.checkpoint.verify import first_undamaged, read_small
 from llava_fsdp.runtime.errors import CheckpointError
 
 
@@ -73,7 +73,7 @@ def test_the_newest_are_kept(
 ) -> None:
     folders = made(tmp_path, *(f"step-{step:06d}" for step in range(1, 6)))
     bad, points = [folders[step - 1] for step in damaged], list[str]()
-    prune(tmp_path, keep, every, lambda folder: folder not in bad, points.append)
+    delete_old(tmp_path, keep, every, lambda folder: folder not in bad, points.append)
     assert names_in(tmp_path) == {f"step-{step:06d}" for step in kept}
     assert points == ["one deleted"] * (5 - len(kept))
 
@@ -126,15 +126,15 @@ def test_the_first_good_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCa
 
         return one
 
-    assert first_good([], True, check("")) is None
-    assert first_good(folders, True, check("ac")) == folders[0]
+    assert first_undamaged([], True, check("")) is None
+    assert first_undamaged(folders, True, check("ac")) == folders[0]
     with caplog.at_level(logging.WARNING):
-        assert first_good(folders, False, check("bc")) == folders[1]
+        assert first_undamaged(folders, False, check("bc")) == folders[1]
     assert "a is damaged; this checkpoint is not used" in caplog.text
     with pytest.raises(CheckpointError, match=r"a is damaged\n.*checkpoint\.strict=true takes no other"):
-        first_good(folders, True, check("bc"))
+        first_undamaged(folders, True, check("bc"))
     with pytest.raises(CheckpointError, match="none of them verifies"):
-        first_good(folders[:1], False, check(""))
+        first_undamaged(folders[:1], False, check(""))
 
 
 def test_rows_of_ranks_are_in_their_order() -> None:

@@ -22,7 +22,7 @@ from saves import CONFIG, cut, facts, is_busy, loaded, loaded_alone, save_steps,
 
 from llava_fsdp.checkpoint import commit, snapshot
 from llava_fsdp.checkpoint import saver as saver_module
-from llava_fsdp.checkpoint.retention import prune
+from llava_fsdp.checkpoint.retention import delete_old
 from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.checkpoint.verify import newest_alone, verify
@@ -367,7 +367,7 @@ def test_damaged_checkpoints_are_none_of_those_that_are_kept(
     for step in range(1, 7):
         (tmp_path / folder_name(step)).mkdir()
     damaged = folder_name(4), folder_name(5)
-    prune(tmp_path, 2, keep_every, lambda folder: folder.name not in damaged, lambda _: None)
+    delete_old(tmp_path, 2, keep_every, lambda folder: folder.name not in damaged, lambda _: None)
     assert [step_of(folder) for folder in list_checkpoints(tmp_path)] == left
 
 
@@ -415,7 +415,7 @@ def test_every_rank_s_part_and_the_adapters_need_room(tmp_path: Path, monkeypatc
         monkeypatch.setattr("llava_fsdp.runtime.files.durable_files.free_bytes", lambda _, free=free: free)
         with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="No space left"):
             saver = saver_of(tmp_path, tensors, with_adapter=True)
-            assert saver.committer.needed == needed
+            assert saver.committer.nbytes == needed
             saver.close()
 
 
@@ -469,7 +469,7 @@ def test_a_run_that_continues_does_not_save_its_step_again(tmp_path: Path) -> No
     save_steps(single_world(), tmp_path, [2, 4])
     before = (tmp_path / "step-000004").stat().st_ino
     saver = Saver(
-        tmp_path, CONFIG, SavedState(lambda: whole_tensors(4), lambda: facts(4)), good=list_checkpoints(tmp_path)
+        tmp_path, CONFIG, SavedState(lambda: whole_tensors(4), lambda: facts(4)), undamaged=list_checkpoints(tmp_path)
     )
     saver.save()
     saver.close()
@@ -519,7 +519,7 @@ def test_whether_a_checkpoint_is_written_from_a_copy(
     saver = Saver(tmp_path, cfg, SavedState(lambda: tensors, lambda: facts(3), in_place=in_place))
     assert (saver.snapshot is not None) is copies
     saver.save()
-    assert saver.under_way is None or copies, "without a copy, training waits until the checkpoint is written"
+    assert saver.current_save is None or copies, "without a copy, training waits until the checkpoint is written"
     saver.close()
     assert saver.snapshot is None and loaded_alone(tmp_path) == 3
 
@@ -562,8 +562,8 @@ def test_a_failed_save_is_known_before_the_next_one(
     saver.save_step(2)
     assert gate.reached.wait(20) and not saver.failed
     gate.opened.set()
-    assert saver.under_way is not None
-    wait([saver.under_way])
+    assert saver.current_save is not None
+    wait([saver.current_save])
     assert saver.failed is fails
     with pytest.raises(CheckpointError) if fails else contextlib.nullcontext():
         saver.close()
@@ -572,10 +572,10 @@ def test_a_failed_save_is_known_before_the_next_one(
 def test_an_update_does_not_wait_for_a_copy_that_failed() -> None:
     copy = Snapshot({"a": torch.zeros(3)})
     copy.begin()
-    assert not copy.filled.is_set()
+    assert not copy.copy_queued.is_set()
     with pytest.raises(RuntimeError):
         copy.fill({"a": torch.zeros(4)})
-    assert copy.filled.is_set()
+    assert copy.copy_queued.is_set()
 
 
 def test_which_checkpoints_are_read_to_see_if_they_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,14 +586,16 @@ def test_which_checkpoints_are_read_to_see_if_they_are_good(tmp_path: Path, monk
     assert not read
     cfg, step = replace(CONFIG, keep=4), [4]
     begun_from = [tmp_path / folder_name(3)]
-    saver = Saver(tmp_path, cfg, SavedState(lambda: whole_tensors(step[0]), lambda: facts(step[0])), good=begun_from)
+    saver = Saver(
+        tmp_path, cfg, SavedState(lambda: whole_tensors(step[0]), lambda: facts(step[0])), undamaged=begun_from
+    )
     saver.save()
     saver.wait()
     assert read == [folder_name(2), folder_name(1)]
     step[0] = 5
     saver.save()
     saver.close()
-    assert len(read) == 2 and saver.committer.good == {folder_name(number) for number in (2, 3, 4, 5)}
+    assert len(read) == 2 and saver.committer.undamaged == {folder_name(number) for number in (2, 3, 4, 5)}
 
 
 def test_a_checkpoint_that_was_found_damaged_is_read_again(tmp_path: Path) -> None:
@@ -601,15 +603,15 @@ def test_a_checkpoint_that_was_found_damaged_is_read_again(tmp_path: Path) -> No
     saver = saver_of(tmp_path, whole_tensors(1))
     saver.save_step(1)
     saver.wait()
-    folder, is_good = tmp_path / folder_name(1), saver.committer.is_good
+    folder, is_undamaged = tmp_path / folder_name(1), saver.committer.is_undamaged
     path = folder / "state.json"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    assert not is_good(folder)
+    assert not is_undamaged(folder)
     path.write_bytes(content[:-1] + b" ")
-    assert not is_good(folder)
+    assert not is_undamaged(folder)
     path.write_bytes(content)
-    assert is_good(folder) and folder.name in saver.committer.good
+    assert is_undamaged(folder) and folder.name in saver.committer.undamaged
     saver.close()
 
 

@@ -214,13 +214,13 @@ def test_which_rank_reports(lived: Callable[..., Life], caplog: pytest.LogCaptur
     assert lived(ConfigError("a key"), rank=1, first={"exit_code": 2, "class": "config"}).code == 2
     assert levels(caplog) == []
     life = lived(OutOfMemory("here"), rank=1)
-    assert levels(caplog) == ["ERROR"] and life.ends == ["agent"] and life.slept == cli.PATIENCE
+    assert levels(caplog) == ["ERROR"] and life.ends == ["agent"] and life.slept == cli.PATIENCE_SECONDS
     life = lived(CommunicationError("a rank"), rank=1, first={"exit_code": 3, "class": "checkpoint"})
     assert life.code == 3 and levels(caplog) == [] and life.ends == ["agent"]
     life = lived(CommunicationError("a rank"), first={"exit_code": 75, "class": "stopped"})
     assert life.code == 75 and life.ends == [], "torchrun ends with the request itself"
     life = lived(ConfigError("a key"), rank=1)
-    assert (life.code, levels(caplog), life.slept) == (2, ["ERROR"], 2 * cli.PATIENCE), "rank 0 has not met it"
+    assert (life.code, levels(caplog), life.slept) == (2, ["ERROR"], 2 * cli.PATIENCE_SECONDS), "rank 0 has not met it"
 
 
 def test_where_nothing_is_recorded(

@@ -122,9 +122,9 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
         ImageReader(None, CLIP, ImageTokens(AspectRatio.pad, CLIP.size, 4), Pixels.exact),
     )
     made = encoder.measure(RECORD, [6])
-    assert task.losses(made)[0, 3] == 1
+    assert task.count_losses(made)[0, 3] == 1
     unlabelled = dataclasses.replace(made.whole, labels=np.full_like(made.whole.labels, IGNORE))
-    assert task.losses(dataclasses.replace(made, whole=unlabelled))[0, 3] == 0
+    assert task.count_losses(dataclasses.replace(made, whole=unlabelled))[0, 3] == 0
 
 
 def test_which_images_are_too_narrow(tokenizer: Tokenizer) -> None:
@@ -135,7 +135,7 @@ def test_which_images_are_too_narrow(tokenizer: Tokenizer) -> None:
     task = EncodeRecords(
         Path(), 1, None, CacheFolder(Path(), 0), Path(), Path(), exact(tokenizer, 99, TooLong.truncate), reader
     )
-    vars(task)["sizes"] = SimpleNamespace(of=lambda number, place: (4, 40_000, 40_000))
+    vars(task)["sizes"] = SimpleNamespace(sizes_of=lambda number, place: (4, 40_000, 40_000))
     for names, is_refused in ((("a.mp4",), False), (("a.png",), False), (("a.png", "b.png"), True)):
         kinds = []
         try:
@@ -179,7 +179,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         sources=["a", "b"],
         ends=np.array([2, 3]),
         cut=None,
-        rounded=int,
+        round_micro_batches=int,
     )
     assert steps.prepare(7).facts.skipped == [out]
     assert ahead == [{0, 1, 2}], "the images of all micro-batches are downloaded together"
@@ -193,7 +193,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
 def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
     """A run that continues knows of two, and may have been given a lower limit meanwhile."""
     data = SimpleNamespace(bad_records=BadRecords.skip, max_bad_records="3", budget=lambda records: 3)
-    records = SimpleNamespace(index=range(10), out=1)
+    records = SimpleNamespace(index=range(10), num_wrong=1)
     own = loader.Loader.__new__(loader.Loader)
     own.gather, own.broken, own.data = list, {4, 5}, data  # pyright: ignore[reportAttributeAccessIssue]
     own.steps = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
@@ -307,10 +307,10 @@ def test_what_is_left_out_for_its_length_is_not_wrong() -> None:
     for too_long in TooLong:
         records: Any = object.__new__(Records)
         records.index = FakeIndex(flags)
-        records.dropping = [kind for kind in Kind if not is_kept(kind, Parity.exact, too_long)]
-        records.counts, records.out, records.long = dict.fromkeys(Kind, 0), 0, 0
+        records.dropped_kinds = [kind for kind in Kind if not is_kept(kind, Parity.exact, too_long)]
+        records.counts, records.num_wrong, records.num_too_long = dict.fromkeys(Kind, 0), 0, 0
         count, numbers = records._count(), np.concatenate(list(records._choose())).tolist()
-        found[too_long] = numbers, records.out, records.long
+        found[too_long] = numbers, records.num_wrong, records.num_too_long
         assert count == len(numbers)
         assert (records.counts[Kind.too_long], records.counts[Kind.no_labels]) == (3, 3)
     assert found[TooLong.truncate] == ([0, 1], 4, 0)

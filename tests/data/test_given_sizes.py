@@ -150,7 +150,7 @@ def test_several_images_of_anyres_max_need_no_size(parts: Path, dataset: Path, t
     path = write("json", tmp_path / "records", [two, *rows])
     records = open_again(config(parts, dataset, tmp_path, path, "lazy", *MAX), parts)
     sizes = PictureSizes(records.index.records, records.index.pictures)
-    assert sizes.of(0, 0) == (0, 0, 0) and min(sizes.of(1, 0)) > 0
+    assert sizes.sizes_of(0, 0) == (0, 0, 0) and min(sizes.sizes_of(1, 0)) > 0
     with pytest.raises(ConfigError, match="record 0 "):
         open_again(config(parts, dataset, tmp_path, path, "lazy", *TILED), parts)
 

@@ -57,17 +57,17 @@ class Watched(Loader):
 
     seen: list[int]
 
-    def prepared(self, first: int, *args: Any) -> Iterator[Step | None]:
+    def steps_from(self, first: int, *args: Any) -> Iterator[Step | None]:
         self.seen = []
-        load = self.steps.load
+        load = self.steps.read_row
 
         def noting(number: int):
             row = load(number)
             self.seen.append(number)
             return row
 
-        self.steps.load = noting
-        return super().prepared(first, *args)
+        self.steps.read_row = noting
+        return super().steps_from(first, *args)
 
 
 def one_epoch(world: World, parts: Path, dataset: Path, breaks: bool) -> tuple[list[str], int, list[SkippedSample]]:

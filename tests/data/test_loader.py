@@ -381,7 +381,7 @@ def test_micro_batches_are_rounded_up_as_a_pipeline_needs_them(parts: Path, data
     for normalize in ("step", "micro_batch"):
         loader = open_loader(parts, dataset, "pack=false", "micro_batch_size=5", f"loss.normalize={normalize}")
         steps = loader.steps
-        steps.rounded = lambda count: count + -count % 4
+        steps.round_micro_batches = lambda count: count + -count % 4
         assert loader.num_micro_batches == 4
         micros = steps.prepare(0).micro_batches
         assert len(micros) == 4
@@ -438,7 +438,7 @@ def test_an_image_that_breaks_in_training_is_told_with_its_record(
     steps = open_loader(parts, dataset, *here).steps
     image.write_bytes(image.read_bytes()[:-30])
     with pytest.raises(ImageError) as caught:
-        steps.load(0)
+        steps.read_row(0)
     assert caught.value.kind == "image_truncated" and caught.value.culprit.get("record") == steps.records[0].where
     assert ("data.examine=decode" in str(caught.value)) is (how == "head")
 

@@ -31,10 +31,10 @@ from llava_fsdp.doctor.probes.collectives_worker import check_exchange, check_me
 from llava_fsdp.doctor.probes.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.probes.network import Interface
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.time.hardware import PROCESS, Machine
+from llava_fsdp.plan.time.hardware import PROCESS_BYTES, Machine
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files import durable_files
-from llava_fsdp.runtime.files.durable_files import FILES
+from llava_fsdp.runtime.files.durable_files import LEAST_INODES
 from llava_fsdp.runtime.process.host import Host
 from llava_fsdp.runtime.text.humanize import readable
 
@@ -378,7 +378,7 @@ def test_inodes_suffice_for_the_doctor_as_they_do_for_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable_files, "free_bytes", lambda _: GIB)
-    for inodes in (0, 1, FILES - 1, FILES, None):  # None: this file system has no such limit
+    for inodes in (0, 1, LEAST_INODES - 1, LEAST_INODES, None):  # None: this file system has no such limit
         for module in (disk, durable_files):
             monkeypatch.setattr(module, "free_inodes", lambda folder, inodes=inodes: inodes)
         level = Level.OK
@@ -387,7 +387,7 @@ def test_inodes_suffice_for_the_doctor_as_they_do_for_a_checkpoint(
         except CheckpointError:
             level = Level.FAIL
         only(disk.judge_room("room", tmp_path, GIB, 1, "it takes", "more"), level)
-        assert (level is Level.OK) == (inodes in (FILES, None))
+        assert (level is Level.OK) == (inodes in (LEAST_INODES, None))
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_memory_is_that_of_all_ranks_and_of_their_prepared_steps(monkeypatch: py
     words = ["gpus=2", "data.workers=3", "data.prefetch=5"]
     context = context_of(*words, torch=torch_of(), host=machine(), known_needs=known)
     (found,) = rows_of("memory", context)
-    assert f"the training on 2 ranks takes {readable(2 * (GIB + PROCESS + 15 * GIB))}" in found.result
+    assert f"the training on 2 ranks takes {readable(2 * (GIB + PROCESS_BYTES + 15 * GIB))}" in found.result
     context.torch = torch_of(A100, A100)
     (found,) = rows_of("memory", context)
     assert f"takes {readable(2 * (3 * GIB + 15 * GIB))}" in found.result
@@ -849,7 +849,7 @@ def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
     done = command(*start, "llava_fsdp.doctor.probes.collectives_worker", str(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     stages = [line.split()[0] for line in (tmp_path / "rank-1").read_text().splitlines()]
-    assert stages == [stage for stage in collectives.STUCK if stage]
+    assert stages == [stage for stage in collectives.HANGS if stage]
 
 
 @pytest.mark.parametrize(("on_gpus", "seen"), [(False, ""), (True, "0,3")])
@@ -874,15 +874,26 @@ def test_the_slowest_rank_gives_the_speed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_who_is_stuck() -> None:
-    assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
-    assert "every rank does not end" in collectives.stuck("2 ranks", ["measured 5e9", "measured 4e9"], 60, True).result
-    assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
-    assert "rank 0 waits in all_to_all" in collectives.stuck("2 ranks", ["scattered", "exchanged"], 60, True).result
-    assert "rank 1 waits for a message" in collectives.stuck("2 ranks", ["passed", "exchanged"], 60, True).result
-    on_cpu, on_gpus = (collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True))
+    assert (
+        "every rank waits in its first all_reduce"
+        in collectives.hang_finding("2 ranks", ["joined"] * 2, 60, True).result
+    )
+    assert (
+        "every rank does not end"
+        in collectives.hang_finding("2 ranks", ["measured 5e9", "measured 4e9"], 60, True).result
+    )
+    assert "rank 1, 2 has not started" in collectives.hang_finding("3 ranks", ["joined", "", ""], 60, True).result
+    assert (
+        "rank 0 waits in all_to_all" in collectives.hang_finding("2 ranks", ["scattered", "exchanged"], 60, True).result
+    )
+    assert "rank 1 waits for a message" in collectives.hang_finding("2 ranks", ["passed", "exchanged"], 60, True).result
+    on_cpu, on_gpus = (
+        collectives.hang_finding("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True)
+    )
     assert "GLOO" in on_cpu and "NCCL" in on_gpus
     assert (
-        collectives.stuck("2 ranks", [""] * 2, 60, False).cure == collectives.stuck("2 ranks", [""] * 2, 60, True).cure
+        collectives.hang_finding("2 ranks", [""] * 2, 60, False).cure
+        == collectives.hang_finding("2 ranks", [""] * 2, 60, True).cure
     )
 
 

@@ -59,7 +59,7 @@ def reply(capsys: pytest.CaptureFixture[str]) -> Reply:
         asked = read_questions(cfg)
         settings = BenchmarkAnswerer(cfg, asked, QuestionShard()).settings | {"blank": False}
         assert cfg.answers is not None
-        with AnswersFile(Path(cfg.answers), asked, settings, "model").writing() as add:
+        with AnswersFile(Path(cfg.answers), asked, settings, "model").open_for_writing() as add:
             add(asked, texts)
         capsys.readouterr()
         evaluate(cfg)
@@ -310,7 +310,8 @@ def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
     asked = read_questions(config(*keys, "task=vqa", f"questions={questions(tmp_path)}"))
     path = tmp_path / "a.jsonl"
     one, other = (AnswersFile(path, asked, {}, "model") for _ in range(2))
-    with one.writing(), pytest.raises(ConfigError, match="being written by another evaluation"), other.writing():
+    refused = pytest.raises(ConfigError, match="being written by another evaluation")
+    with one.open_for_writing(), refused, other.open_for_writing():
         pass
     lines = "".join(one.line(question, "x") + "\n" for question in asked[:3]).encode()
     for end in (len(lines) // 2, len(lines) - 1, len(lines)):
@@ -318,8 +319,8 @@ def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
         one.read_new()
         assert len(one.texts) == lines[:end].count(b"\n")
     of_two = AnswersFile(tmp_path / "b.jsonl", asked, {}, "model", QuestionShard(0, 2))
-    with of_two.writing() as add:
-        add(of_two.pending(), ["x", "y", "z"])
+    with of_two.open_for_writing() as add:
+        add(of_two.missing_questions(), ["x", "y", "z"])
     with pytest.raises(CommunicationError, match=r"2 are missing, of ranks \[1\]"):
         of_two.wait(stall=0)
 

@@ -31,7 +31,7 @@ from llava_fsdp.evaluate.question import (
     BenchmarkQuestion,
     image_names,
     with_image_tag,
-    with_suffix,
+    with_instruction,
 )
 from llava_fsdp.evaluate.read_questions import read_file, read_row
 from llava_fsdp.evaluate.results import groups_of, number_text, score_all, submission_of, table_of
@@ -94,7 +94,7 @@ def answers(path: Path, shard: QuestionShard, **change: Any) -> AnswersFile:
 def test_an_answer_to_another_question_is_not_taken_over(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     first = answers(path, QuestionShard())
-    with first.writing() as add:
+    with first.open_for_writing() as add:
         add(first.questions[2:3], ["yes"])
     assert answers(path, QuestionShard()).texts == {2: "yes"}
     with pytest.raises(ConfigError):
@@ -103,9 +103,9 @@ def test_an_answer_to_another_question_is_not_taken_over(change: dict[str, Any],
 
 def test_questions_are_shared_out_and_each_process_has_a_file(tmp_path: Path) -> None:
     shards = [answers(tmp_path / "a.b.jsonl", QuestionShard(rank, 3)) for rank in range(3)]
-    assert [[a.number for a in own.pending()] for own in shards] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [[a.number for a in own.missing_questions()] for own in shards] == [[0, 3, 6], [1, 4], [2, 5]]
     shards[0].texts[3] = "yes"
-    assert [a.number for a in shards[0].pending()] == [0, 6]
+    assert [a.number for a in shards[0].missing_questions()] == [0, 6]
     assert [own.path_to_write.name for own in shards] == [f"a.b.jsonl.part-{n}-of-3" for n in range(3)]
     assert answers(tmp_path / "a.jsonl", QuestionShard()).path_to_write.name == "a.jsonl"
     assert blank_file(tmp_path / "a.b.jsonl").name == "a.b_blank.jsonl"
@@ -152,21 +152,22 @@ def test_answers_of_all_processes_are_merged_in_order(tmp_path: Path, monkeypatc
     """Rank 0 waits as long as any process writes; part files are gone at the end. A second end changes nothing."""
     path, clock = tmp_path / "a.jsonl", iter(range(0, 1000, 60))
     first, second, third = (answers(path, QuestionShard(rank, 3)) for rank in range(3))
-    others = [given for own in (third, second) for question in own.pending() for given in ((own, [question]), None)]
+    missing = [(own, question) for own in (third, second) for question in own.missing_questions()]
+    others = [given for own, question in missing for given in ((own, [question]), None)]
 
     def sleep(seconds: float) -> None:
         own, asked = (others.pop() if others else None) or (second, [])
-        with own.writing() as add:
+        with own.open_for_writing() as add:
             add(asked, [f"{question.number}" for question in asked])
 
     monkeypatch.setattr(answers_file, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
-    with first.writing() as add:
-        add(first.pending(), ["0", "3", "6"])
+    with first.open_for_writing() as add:
+        add(first.missing_questions(), ["0", "3", "6"])
     first.wait(stall=130)
     assert first.finish() == [f"{number}" for number in range(7)]
     assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [f"{n}" for n in range(7)]
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
-    assert not answers(path, QuestionShard()).pending()
+    assert not answers(path, QuestionShard()).missing_questions()
 
 
 def test_no_answer_for_a_while_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def test_no_answer_for_a_while_ends_the_wait(tmp_path: Path, monkeypatch: pytest
 
 def test_settings_that_differ_are_named_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with (own := answers(path, QuestionShard())).writing() as add:
+    with (own := answers(path, QuestionShard())).open_for_writing() as add:
         add(own.questions[:1], ["yes"])
     with pytest.raises(ConfigError, match=r"with other settings: model=m there, other here; name another"):
         AnswersFile(path, own.questions, {"model": "other", "blank": False}, "name")
@@ -188,7 +189,7 @@ def test_settings_that_differ_are_named_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     unwritable = answers(tmp_path / "b.jsonl", QuestionShard())
     unwritable.path = tmp_path / "file" / "b.jsonl"
-    with pytest.raises(StorageError, match="cannot be written"), unwritable.writing():
+    with pytest.raises(StorageError, match="cannot be written"), unwritable.open_for_writing():
         pass
 
 
@@ -363,15 +364,15 @@ def asked(number: int, prompt: str, *references: str, **values: Any) -> Benchmar
 
 
 def test_an_instruction_is_the_last_line_of_what_is_asked_and_written(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = with_suffix([asked(0, "Is it?"), asked(1, "Why?")], Task.vqa, add=True)
+    first, second = with_instruction([asked(0, "Is it?"), asked(1, "Why?")], Task.vqa, adds=True)
     assert (first.prompt, first.text) == (f"Is it?\n{SHORT}", f"<image>\nIs it?\n{SHORT}")
     assert second.prompt == f"Why?\n{SHORT}"
     ends = [asked(0, "Is it?"), asked(1, f"Is it?\n{SHORT} \n")]
     with pytest.raises(ConfigError, match="suffix=true: q 1 ends with"):
-        with_suffix(ends, Task.vqa, add=True)
+        with_instruction(ends, Task.vqa, adds=True)
     with caplog.at_level("INFO"):
-        assert with_suffix(ends[1:], Task.vqa, add=False) == ends[1:] and not caplog.text
-        assert with_suffix(ends, Task.vqa, add=False) == ends and "q 0 does not end with" in caplog.text
+        assert with_instruction(ends[1:], Task.vqa, adds=False) == ends[1:] and not caplog.text
+        assert with_instruction(ends, Task.vqa, adds=False) == ends and "q 0 does not end with" in caplog.text
 
 
 def test_letters_that_are_right_wrong_and_none() -> None:
@@ -450,7 +451,7 @@ def test_answers_that_were_written_in_another_order_are_put_in_theirs(tmp_path: 
     """Where one process has all of them, too; a file that is in order is not written again."""
     path = tmp_path / "a.jsonl"
     own = answers(path, QuestionShard())
-    with own.writing() as add:
+    with own.open_for_writing() as add:
         add(own.questions[::-1], [f"{number}" for number in reversed(range(7))])
     again = answers(path, QuestionShard())
     assert again.finish() == [f"{number}" for number in range(7)]

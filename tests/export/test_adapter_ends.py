@@ -20,7 +20,7 @@ from llava_fsdp.config.paths import check_paths
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.adapters.lora_files import open_adapter
-from llava_fsdp.model.weights.quantization import Packing, packed_of
+from llava_fsdp.model.weights.quantization import Packing, quantize
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
@@ -173,7 +173,7 @@ def test_int8_refuses_what_fp16_has_not() -> None:
     weight = torch.ones(64, 64)
     weight[3, 5] = 70000
     with pytest.raises(ModelError, match=r"values up to 70000, .*choose model\.quantize\.mode=nf4"):
-        packed_of(Packing(Quantizer.int8, False, 64, 64), weight, torch.bfloat16)
+        quantize(Packing(Quantizer.int8, False, 64, 64), weight, torch.bfloat16)
 
 
 @pytest.mark.slow

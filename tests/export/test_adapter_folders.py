@@ -39,7 +39,7 @@ from llava_fsdp.export.prove.verify_logits import CLOSE_MERGED, Adapted, prove_m
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter
-from llava_fsdp.model.adapters.lora_merge import merged
+from llava_fsdp.model.adapters.lora_merge import merge_adapters
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import check_named_base, read_model
@@ -274,7 +274,7 @@ class MergedTwice(Adapted):
 
     @property
     def merged(self) -> dict[str, Any]:
-        return merged(self.sources, 2 * self.lora.scaling)
+        return merge_adapters(self.sources, 2 * self.lora.scaling)
 
 
 @pytest.mark.parametrize("kind", slow_after(1, COVERING))

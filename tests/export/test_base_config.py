@@ -21,7 +21,7 @@ from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.adapters.base_config import BASE_CONFIG, base_config, differences
 from llava_fsdp.model.sources.pretrained import separate_parts
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.provenance import NOTES, read_notes, seal
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes, write_sealed_notes
 from llava_fsdp.train import main as train
 
 GRANITE = {
@@ -181,7 +181,7 @@ def test_a_folder_that_records_no_configuration_is_read_as_before(made: Made, tm
     notes = read_notes(folder)
     assert notes.pop(BASE_CONFIG)["language"]["model_type"] == "granite"
     (folder / NOTES).unlink()
-    seal(folder, notes)
+    write_sealed_notes(folder, notes)
     for base in (str(made.parts / "language"), other_base(made, "logits", tmp_path / "other")[1]):
         open_source(conversion(folder, tmp_path / "to", f"base={base}"))
 

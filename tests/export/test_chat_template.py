@@ -26,7 +26,7 @@ from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template, own_name
 from llava_fsdp.data.text.templates import TEMPLATES, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.export.write.chat_template import as_parts, as_text, chat_template, find_gap, rehearse, trained_ids
+from llava_fsdp.export.write.chat_template import as_parts, as_text, chat_template, find_gap, ids_of_training, rehearse
 from llava_fsdp.export.write.processor import check_template, write_tokenizer
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train import main as train
@@ -149,7 +149,7 @@ def test_ids_are_those_of_training(kind: str, records: int, tmp_path: Path) -> N
         template = chat_template(TEMPLATES[name], start_end, begins, gap)
         texts = random_texts(dice)
         system = dice.choice([None, "".join(dice.choices(ATOMS, k=dice.randrange(0, 6)))])
-        whole, prompt = trained_ids(encoder_of(ours, TEMPLATES[name], start_end), texts, image_id, system)
+        whole, prompt = ids_of_training(encoder_of(ours, TEMPLATES[name], start_end), texts, image_id, system)
         for messages in (as_text(texts, system), as_parts(texts, system)):
             said = (name, start_end, messages)
             call: dict[str, Any] = {"return_dict": False, "chat_template": template}
@@ -200,7 +200,7 @@ def test_ids_are_those_of_training_with_a_model_s_own_template(
             texts = random_texts(dice)
             system = dice.choice([None, "".join(dice.choices(ATOMS, k=dice.randrange(0, 6)))])
             try:
-                whole, prompt = trained_ids(encoder_of(ours, form, start_end), texts, image_id, system)
+                whole, prompt = ids_of_training(encoder_of(ours, form, start_end), texts, image_id, system)
             except DataError:
                 refused += 1
                 continue
@@ -271,7 +271,7 @@ def test_processor_gives_every_image_its_tokens(kind: str, tmp_path: Path) -> No
     counts = set()
     for _ in range(12):
         texts = random_texts(dice)
-        whole, prompt = trained_ids(encoder, texts, processor.image_token_id)
+        whole, prompt = ids_of_training(encoder, texts, processor.image_token_id)
         num = whole.count(processor.image_token_id) // 4
         prompt = [i for i in prompt for _ in range(4 if i == processor.image_token_id else 1)]
         counts.add(num)
@@ -321,7 +321,7 @@ def test_no_bos_where_training_had_none(kind: str, tmp_path: Path) -> None:
     ours = exported(source, tmp_path / "export")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
     texts = ["a <image> b", "c"]
-    whole, _ = trained_ids(encoder_of(ours, TEMPLATES["v1"], False), texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
+    whole, _ = ids_of_training(encoder_of(ours, TEMPLATES["v1"], False), texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
     rendered = theirs.apply_chat_template(as_text(texts), tokenize=False)
     assert theirs(rendered)["input_ids"] == theirs(rendered, add_special_tokens=False)["input_ids"] == whole
     assert theirs.bos_token_id not in whole

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from llava_fsdp.export.prove import compare_whole as compared
 from llava_fsdp.export.prove.compare_language import UnlikeOwnClass
-from llava_fsdp.runtime.files.provenance import seal
+from llava_fsdp.runtime.files.provenance import write_sealed_notes
 from llava_fsdp.train.setup.preflight import preflight
 
 TEXT = {
@@ -56,7 +56,7 @@ def check(tmp_path: Path, parts: Path, dataset: Path) -> Callable[[str], None]:
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model.save_pretrained(tmp_path / kind)
         if kind == "internvl":  # as this package has trained it; others are trained as their class has them
-            seal(tmp_path / kind, {"vocab_size": config.text_config.vocab_size})
+            write_sealed_notes(tmp_path / kind, {"vocab_size": config.text_config.vocab_size})
         values = [f"model.checkpoint={tmp_path / kind}", "model.projector=auto", "model.random_weights=false"]
         preflight(make_config(parts, dataset, tmp_path / "run", *values, *keys), torch.device("cpu"))
 

@@ -71,10 +71,10 @@ def test_how_far_an_export_may_be_from_its_model(
     monkeypatch.setattr(final_export, "compute_place", lambda _, device: (device, compute))
     monkeypatch.setattr(final_export, "empty_copy", lambda _, dtype, device: torch.nn.Linear(1, 1, dtype=dtype))
     monkeypatch.setattr(final_export, "has_experts", lambda _: experts)
-    for name in ("with_folded_head", "used_dtypes", "check_weights", "load_weights"):
+    for name in ("with_folded_head", "used_dtypes", "check_and_load_weights", "load_weights"):
         monkeypatch.setattr(final_export, name, lambda *_: None)
     monkeypatch.setattr(final_export, "plain_model", lambda _: SimpleNamespace(parts=None))
-    monkeypatch.setattr(final_export, "is_rounded", lambda *_: False)
+    monkeypatch.setattr(final_export, "folding_rounds", lambda *_: False)
     monkeypatch.setattr(final_export, "weights_in", lambda _: {})
     micro = SimpleNamespace(input_ids=torch.zeros(0), images={"tiles": torch.zeros(0)}, map=lambda _: micro)
     probe = micro, []
@@ -178,12 +178,12 @@ def test_a_weight_is_the_trained_one_to_the_bit_and_finite() -> None:
             written: Any = {"weight": final_export.MemoryTensor(stored)}
             given = found, found, Path("x"), written
             if message is None:
-                final_export.check_weights(*given, copies, {"weight": used})
+                final_export.check_and_load_weights(*given, copies, {"weight": used})
                 assert torch.equal(copies["weight"].detach(), values.to(used).float())
             else:
                 with pytest.raises(ModelError, match=message):
-                    final_export.check_weights(*given, copies, {"weight": used})
-            final_export.check_weights(*given, {}, {})
+                    final_export.check_and_load_weights(*given, copies, {"weight": used})
+            final_export.check_and_load_weights(*given, {}, {})
 
 
 def test_a_weight_that_cannot_be_read_does_not_end_the_gathering() -> None:
@@ -203,7 +203,9 @@ def test_a_weight_that_cannot_be_read_does_not_end_the_gathering() -> None:
     copies = {name: torch.nn.Parameter(torch.zeros(3, 2)) for name in names}
     written: Any = {name: Unreadable() for name in names}
     with pytest.raises(LlavaFsdpError, match="Input/output error"):
-        final_export.check_weights(found, found, Path("x"), written, copies, dict.fromkeys(names, torch.float32))
+        final_export.check_and_load_weights(
+            found, found, Path("x"), written, copies, dict.fromkeys(names, torch.float32)
+        )
     assert gathered == names
 
 
@@ -222,12 +224,16 @@ def test_a_factor_in_the_output_layer_is_not_the_copys(tied: bool) -> None:
     written: Any = {name: final_export.MemoryTensor(head.bfloat16()) for name in names}
     written[HEAD] = final_export.MemoryTensor(folded)
     copies = {name: torch.nn.Parameter(torch.zeros(3, 2)) for name in names}
-    final_export.check_weights(trained, exported, Path("x"), written, copies, dict.fromkeys(names, torch.float32))
+    final_export.check_and_load_weights(
+        trained, exported, Path("x"), written, copies, dict.fromkeys(names, torch.float32)
+    )
     for name in names:
         assert torch.equal(copies[name].detach(), head) and torch.equal(written[name].tensor, head.bfloat16())
     written[HEAD] = final_export.MemoryTensor(head)
     with pytest.raises(ModelError, match=r"lm_head.weight in it is not"):
-        final_export.check_weights(trained, exported, Path("x"), written, copies, dict.fromkeys(names, torch.float32))
+        final_export.check_and_load_weights(
+            trained, exported, Path("x"), written, copies, dict.fromkeys(names, torch.float32)
+        )
 
 
 def test_distances_of_logits() -> None:
@@ -287,7 +293,7 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
     monkeypatch.setattr(verify_logits, "logits", lambda *_: next(outputs))
     monkeypatch.setattr(verify_logits, "logits_of_folder", lambda *_: next(outputs))
     monkeypatch.setattr(verify_logits, "replace_projector", lambda *_: None)
-    monkeypatch.setattr(verify_logits, "is_rounded", lambda *_: False)
+    monkeypatch.setattr(verify_logits, "folding_rounds", lambda *_: False)
     model: Any = SimpleNamespace(parts=None, with_vocabulary=lambda: {"head"}, language=torch.nn.Module())
     dtypes = {"head": torch.float32}
     outputs = iter((expected, written, written))

@@ -36,7 +36,7 @@ from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.rehearsal import CannotBeExported
 from llava_fsdp.export.write import formats, weights_writer
 from llava_fsdp.export.write.formats import source_of_run
-from llava_fsdp.export.write.weights_writer import Weights, plan_files, publish_folder, renamed
+from llava_fsdp.export.write.weights_writer import Weights, plan_files, plan_renamed, publish_folder
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.packed_attention.attention import choose_kernel
@@ -88,7 +88,7 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
     loader = probe(cfg)
     model = load_ours(cfg, folder)
     padded = Collator(loader.steps.image_reader, cfg.loss.normalize, pack=False)
-    rows = [loader.steps.load(i) for i in range(6)]
+    rows = [loader.steps.read_row(i) for i in range(6)]
     assert {bool(sample.images) for sample, _ in rows} == {True, False}
     for sample, pictures in rows:
         micro = loader.to_device(padded([(sample, pictures)], StepFacts(0), 1))
@@ -448,7 +448,7 @@ def test_files_of_weights_are_filled_up_to_their_bound(monkeypatch: pytest.Monke
     def nothing(name: str, box: object) -> torch.Tensor:
         raise AssertionError("a plan reads no values")
 
-    outputs = renamed(shapes, str.upper, nothing)
+    outputs = plan_renamed(shapes, str.upper, nothing)
     assert planned(outputs) == [["A", "B"], ["C"], ["D"], ["E"], ["F"]]
     # what shares a parameter is in one file; "c" and "f" share none
     joined = {"x": torch.cat([outputs["A"], outputs["F"]]), "y": outputs["C"], "z": outputs["F"][:1]}

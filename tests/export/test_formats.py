@@ -30,7 +30,7 @@ from llava_fsdp.export.write.formats import (
     write_notes,
 )
 from llava_fsdp.export.write.processor import as_older_release, write_preprocessor, write_tokenizer
-from llava_fsdp.export.write.weights_writer import Weights, renamed, write_shards
+from llava_fsdp.export.write.weights_writer import Weights, plan_renamed, write_shards
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.parts import Parts
@@ -167,7 +167,7 @@ def test_files_of_weights_are_listed_with_all_that_is_in_them(tmp_path: Path, mo
     held = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abc")}
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.bfloat16}
     weights = Weights({name: (2, 3) for name in held}, dtypes, held.__getitem__)
-    write_shards(weights, tmp_path, partial(renamed, weights.shapes, lambda name: f"x.{name}"), (), 9, 9)
+    write_shards(weights, tmp_path, partial(plan_renamed, weights.shapes, lambda name: f"x.{name}"), (), 9, 9)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     weight_map = {"x.a": first, "x.b": second, "x.c": second}
@@ -255,7 +255,7 @@ def test_an_error_of_one_file_is_raised_with_it_and_no_value_is_lost(tmp_path: P
         return tensors[name]
 
     own = Weights({n: (2, 2) for n in tensors}, dict.fromkeys(tensors, torch.float32), read)
-    first_row = partial(renamed, {"a": (1, 2), "b": (2, 2)}, str.upper)
+    first_row = partial(plan_renamed, {"a": (1, 2), "b": (2, 2)}, str.upper)
     with pytest.raises(ModelError, match="a have 4 values, and transformers' model takes 2"):
         write_shards(own, tmp_path, first_row, (), 2, 2)
     assert given == ["a", "b"] and not list(tmp_path.glob("*.safetensors"))

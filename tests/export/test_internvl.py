@@ -32,7 +32,7 @@ from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts, is_llava
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.files.provenance import read_notes, seal
+from llava_fsdp.runtime.files.provenance import read_notes, write_sealed_notes
 from llava_fsdp.train import main as train
 
 SHUFFLE = "model.projector_type=pixel_shuffle2x_mlp2x_gelu"
@@ -96,7 +96,7 @@ def test_transformers_computes_what_was_trained(run: Path, tower: Path, dataset:
         messages = [{"role": roles[t["from"]], "content": t["value"]} for t in record["conversations"]]
         text = processor.apply_chat_template(messages)
         inputs = processor(text=text, images=image, add_special_tokens=False, return_tensors="pt")
-        sample, tiles = loader.steps.load(number)
+        sample, tiles = loader.steps.read_row(number)
         ids = torch.from_numpy(sample.input_ids)
         assert torch.equal(inputs["input_ids"][0], torch.where(ids == IMAGE_ID, config.image_token_id, ids))
         assert int((ids == IMAGE_ID).sum()) == TOKENS * len(tiles)
@@ -255,7 +255,7 @@ def test_a_folder_of_another_form_is_refused(values: dict[str, Any], said: str, 
     config["vision_config"] |= {k: v for k, v in values.items() if k in config["vision_config"]}
     notes = read_notes(changed)
     write_json(changed / "config.json", config)
-    seal(changed, {key: value for key, value in notes.items() if key not in ("files", "digest")})
+    write_sealed_notes(changed, {key: value for key, value in notes.items() if key not in ("files", "digest")})
     with pytest.raises(ModelError, match=said):
         export(conversion(changed, tmp_path / "made"))
 
@@ -269,5 +269,5 @@ def test_what_this_package_has_trained_with_one_tile_is_no_class_of_transformers
 ) -> None:
     """The notes of a training of the class do not have the size of the vocabulary."""
     if notes is not None:
-        seal(tmp_path, notes)
+        write_sealed_notes(tmp_path, notes)
     assert is_llava(config, tmp_path) is (notes is not None and "vocab_size" in notes)

@@ -96,7 +96,7 @@ def test_trains_on_tiles_and_exports(kind: str, pictures: Path, tmp_path: Path) 
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         text = processor.apply_chat_template(messages)
         inputs = processor(text=text, images=shown or None, add_special_tokens=False, return_tensors="pt")
-        sample, tiles = loader.steps.load(number)
+        sample, tiles = loader.steps.read_row(number)
         ids = torch.from_numpy(sample.input_ids)
         assert torch.equal(inputs["input_ids"][0], torch.where(ids == IMAGE_ID, config.image_token_id, ids))
         for place, image in enumerate(tiles):

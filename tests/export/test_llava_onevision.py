@@ -117,7 +117,7 @@ def test_trains_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
     loader = train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
     for number, record in enumerate(json.loads((pictures / "mixed.json").read_text())):
         shown = [Image.open(pictures / "images" / name) for name in record.get("image", [])]
-        sample, tiles = loader.steps.load(number)
+        sample, tiles = loader.steps.read_row(number)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, config.image_token_id, ids)
         inputs: dict[str, torch.Tensor] = {}
@@ -156,7 +156,7 @@ def test_videos_have_the_logits_of_transformers(theirs: Path, tmp_path: Path) ->
     loader = train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
     kinds = set()
     for number, record in enumerate(loader.steps.records):
-        sample, tiles = loader.steps.load(number)
+        sample, tiles = loader.steps.read_row(number)
         ids, inputs = torch.tensor(sample.input_ids)[None], {}
         tokens = [config.video_token_id if is_video(name) else config.image_token_id for name in record.images]
         lengths = torch.tensor([len(rows) for rows in sample.image_rows], dtype=torch.int64)
@@ -273,9 +273,9 @@ def test_their_folder_answers_as_their_model(theirs: Path, pictures: Path) -> No
     images = AutoImageProcessor.from_pretrained(theirs)
     paths = [pictures / "images" / f"{name}.png" for name in ("wide", "high")]
     alone = ours.load_image(paths[0], "here")
-    assert len(alone.tiles) > 1 and ours.prepared([alone]) == [alone]
-    both = ours.prepared([alone, ours.load_image(paths[1], "here")])
-    assert [len(image.tiles) for image in both] == [1, 1] and ours.prepared(both)[0] is both[0]
+    assert len(alone.tiles) > 1 and ours.prepare_images([alone]) == [alone]
+    both = ours.prepare_images([alone, ours.load_image(paths[1], "here")])
+    assert [len(image.tiles) for image in both] == [1, 1] and ours.prepare_images(both)[0] is both[0]
     for shown in ([alone], both):
         turns = [Turn("human", "<image>\n" * len(shown) + "what is it")]
         ids = torch.from_numpy(ours.encode(turns, shown, "here"))[None]

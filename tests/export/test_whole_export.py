@@ -19,7 +19,7 @@ from llava_fsdp.export.source_model import open_source
 from llava_fsdp.export.write.generation_file import (
     Prescribed,
     ends_of_class,
-    unnamed_ends,
+    warning_of_unnamed_ends,
     write_generation_of_class,
 )
 from llava_fsdp.export.write.whole_folder import WholeSource, check_plan
@@ -111,9 +111,9 @@ def test_a_token_that_generate_does_not_know_is_told_before_training(folder: Pat
     assert ends is not None and "" not in ends.values()
     for number, name in ends.items():
         write_ends(tmp_path / "source", [end for end in ends if end != number] or [7])
-        assert f"{number} ({name})" in str(unnamed_ends(tmp_path / "source", language))
+        assert f"{number} ({name})" in str(warning_of_unnamed_ends(tmp_path / "source", language))
     write_ends(tmp_path / "source", [*ends])
-    assert unnamed_ends(tmp_path / "source", language) is None
+    assert warning_of_unnamed_ends(tmp_path / "source", language) is None
     (tmp_path / "to").mkdir()
     write_generation_of_class(tmp_path / "source", language, tmp_path / "to")
     assert not list((tmp_path / "to").iterdir())

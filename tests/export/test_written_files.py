@@ -27,7 +27,7 @@ from llava_fsdp.export.prove.small_copy import (
     random_values,
     shrink,
     shrink_rope,
-    shrunk,
+    shrink_value,
 )
 from llava_fsdp.export.write import processor
 from llava_fsdp.export.write.adapter_folder import (
@@ -276,7 +276,7 @@ MAXIMA = {"hidden_size": 8, "window": 9}
     ],
 )  # fmt: skip
 def test_which_values_of_a_small_copy_are_small(name: str, value: Any, expected: Any) -> None:
-    assert shrunk(name, value, MAXIMA, 67) == expected
+    assert shrink_value(name, value, MAXIMA, 67) == expected
 
 
 def test_rotary_embeddings_of_narrower_heads() -> None:
@@ -355,7 +355,7 @@ def test_random_values_of_a_small_copy() -> None:
     scales = {name: drawn.rule.scale for name, drawn in found.items()}
     assert scales == pytest.approx({"w": 1 / 4, "norm": 0.5, "patch": 12**-0.5, "lora_A.default.weight": 1 / 3,
                                     "x.lora_B.default.weight": 1 / 4})  # fmt: skip
-    assert all(drawn.rule.rule is Rule.NORMAL and drawn.shape == shapes[name] for name, drawn in found.items())
+    assert all(drawn.rule.kind is Rule.NORMAL and drawn.shape == shapes[name] for name, drawn in found.items())
     model.adapted = []
     assert random_values(model)["x.lora_B.default.weight"].rule.scale == 1 / 2
 

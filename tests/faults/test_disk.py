@@ -42,12 +42,12 @@ def test_rows_wait_for_room(small_disk: Path, capsys: pytest.CaptureFixture[str]
     for step in range(1, 9):
         rows.add({"step": step, **wide})
     whole = [json.loads(line) for line in rows.path.read_text().splitlines()]
-    assert rows.waiting and [row["step"] for row in whole] == list(range(len(whole))), "no line is cut short"
+    assert rows.waiting_rows and [row["step"] for row in whole] == list(range(len(whole))), "no line is cut short"
     (small_disk / "other").unlink()
     (small_disk / "more").unlink()
     rows.add({"step": 9})
     assert [json.loads(line)["step"] for line in rows.path.read_text().splitlines()] == list(range(10))
-    assert not rows.waiting
+    assert not rows.waiting_rows
 
 
 @pytest.mark.faults

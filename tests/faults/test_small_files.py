@@ -19,10 +19,10 @@ from llava_fsdp.report import main as report
 from llava_fsdp.report.run_reader import JOB_FILE
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedError, DamagedModel
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.files.digests import sealed
+from llava_fsdp.runtime.files.digests import with_digest
 from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.provenance import NOTES, files_of, read_notes
-from llava_fsdp.runtime.files.run_dir import BEGUN_FILE, LOCK_FILE, begun_at, claimed, held_by
+from llava_fsdp.runtime.files.run_dir import BEGUN_FILE, LOCK_FILE, begun_at, claiming_folder, held_by
 from llava_fsdp.runtime.files.small_json import BadJson, MissingJson, parse_object, read_object
 from llava_fsdp.runtime.files.status_file import (
     FIRST_FAILURE,
@@ -124,7 +124,7 @@ def test_a_status_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     assert final_status(run) is None
     page = report.write([str(run)]).read_text()
     assert "unknown" in page and f"{STATUS_FILE} cannot be read" in page
-    with claimed(run, 0):
+    with claiming_folder(run, 0):
         assert (read_status(run) or {})["status"] == "running"
 
 
@@ -135,7 +135,7 @@ def test_a_status_of_other_types(wrong: dict, tmp_path: Path) -> None:
     assert read_status(run) is None
     assert "unknown" in report.write([str(run)]).read_text()
     assert final_status(run) is None
-    with claimed(run, 0):
+    with claiming_folder(run, 0):
         pass
 
 
@@ -144,7 +144,7 @@ def test_a_failure_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     """The start that finds it goes on, says so, and can leave its own word in its place."""
     (tmp_path / FIRST_FAILURE).write_bytes(content)
     assert first_failure(tmp_path) is None
-    with claimed(tmp_path, 0):
+    with claiming_folder(tmp_path, 0):
         pass
     assert not (tmp_path / FIRST_FAILURE).exists()
     (tmp_path / FIRST_FAILURE).write_bytes(content)
@@ -172,7 +172,7 @@ def test_files_that_inform_a_run(content: bytes, tmp_path: Path, monkeypatch: py
     assert begun_at(tmp_path, "never") is None
     assert held_by(tmp_path) is None
     assert read_beat(tmp_path, 0) is None
-    with claimed(tmp_path, 0):
+    with claiming_folder(tmp_path, 0):
         pass
     (tmp_path / KNOWN).write_bytes(content)
     assert read_known(tmp_path) == {}
@@ -208,7 +208,7 @@ def test_jobs_of_other_types(tmp_path: Path) -> None:
 @contents
 def test_files_that_are_trusted(content: bytes, tmp_path: Path) -> None:
     """What a checkpoint, an export and an index say of themselves: refused by name, also under a digest that fits."""
-    for own in (content, sealed(content.removesuffix(b"}"))):
+    for own in (content, with_digest(content.removesuffix(b"}"))):
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             parse_manifest(own)
         with pytest.raises(CheckpointError, match=r"state\.json"):
@@ -231,6 +231,6 @@ def test_files_that_are_trusted(content: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_notes_of_other_types(wrong: dict, is_sealed: bool, tmp_path: Path) -> None:
     content = json.dumps(wrong).encode()
-    (tmp_path / NOTES).write_bytes(sealed(content[:-1]) if is_sealed else content)
+    (tmp_path / NOTES).write_bytes(with_digest(content[:-1]) if is_sealed else content)
     with pytest.raises(DamagedModel, match=NOTES):
         files_of(read_notes(tmp_path), tmp_path)

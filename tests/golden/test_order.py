@@ -10,8 +10,8 @@ from llava_fsdp.data.batching.llava_samplers import (
     LlavaSampler,
     even_batches,
     even_chunks,
-    length_grouped,
-    modality_grouped,
+    group_by_length,
+    group_by_modality,
 )
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -23,8 +23,8 @@ def drawn(case: dict, lengths: list[int], process: torch.Generator) -> list[list
     own = process if seed is None else own
     shape = case["batch_size"], case["world_size"]
     if case["fn"] == "get_length_grouped_indices":
-        return [length_grouped(lengths, *shape, own)]
-    return [modality_grouped(lengths, *shape, own, process) for _ in case.get("epochs", [0])]
+        return [group_by_length(lengths, *shape, own)]
+    return [group_by_modality(lengths, *shape, own, process) for _ in case.get("epochs", [0])]
 
 
 def test_samplers(count: Callable) -> None:

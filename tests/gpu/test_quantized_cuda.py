@@ -12,7 +12,7 @@ from torch import nn
 
 from llava_fsdp.config import QuantizeConfig, Quantizer
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.model.weights.quantization import QuantizedLinear, check_quantizer, unpacked
+from llava_fsdp.model.weights.quantization import QuantizedLinear, check_quantizer, dequantize
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
 KINDS = [QuantizeConfig(mode=m, double=d) for m in (Quantizer.nf4, Quantizer.fp4) for d in (True, False)]
@@ -59,7 +59,7 @@ def test_a_cpu_unpacks_the_same_weight(cfg: QuantizeConfig, device: torch.device
     whole = []
     for place in (CPU, device):
         layer = packed_on(place, linear, cfg, torch.bfloat16)
-        whole.append(unpacked(layer.packing, layer.weight, layer.statistics).cpu().float())
+        whole.append(dequantize(layer.packing, layer.weight, layer.statistics).cpu().float())
     assert (whole[0] != whole[1]).float().mean() < 0.01
     assert (whole[0] - whole[1]).norm() < 0.02 * whole[0].norm()
 

@@ -197,9 +197,9 @@ def test_the_end_of_an_earlier_run_is_not_this_ones(before: str, tmp_path: Path)
     launch.agent = SimpleNamespace(returncode=1)  # pyright: ignore[reportAttributeAccessIssue]
     assert launch.end({"reason": "killed by signal 9", "code": 5}) == 5
     assert launch.end({}) == 1
-    launch.stopped_by, launch.stopped_in = signal.SIGTERM, launch.before
+    launch.stopped_by, launch.status_at_stop = signal.SIGTERM, launch.status_before
     assert launch.end({"code": 5}) == 75
-    launch.is_at_once = True
+    launch.skips_checkpoint = True
     assert launch.end({"code": 5}) == 130
     put_status(tmp_path, "failed", Outcome(ENDINGS["config"]))
     assert launch.end({"code": 5}) == 2, "its own"
@@ -262,14 +262,14 @@ def test_ranks_are_told_to_stop_once(number: signal.Signals, watched: tuple[Laun
     own, told, clock = watched
     first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
     own.stop(number)
-    assert sorted(told) == [(7, first), (8, first)] and own.stopping == {7, 8} and own.stopped_by == number
+    assert sorted(told) == [(7, first), (8, first)] and own.ranks_told_to_stop == {7, 8} and own.stopped_by == number
     clock[0] += SAME_KEY_PRESS - 0.01
     own.stop(signal.SIGINT)
     clock[0] += 60
     own.stop(signal.SIGTERM)
-    assert len(told) == 2 and not own.is_at_once
+    assert len(told) == 2 and not own.skips_checkpoint
     own.stop(signal.SIGINT)
-    assert told[2:] == [(7, signal.SIGINT), (8, signal.SIGINT)] and own.is_at_once
+    assert told[2:] == [(7, signal.SIGINT), (8, signal.SIGINT)] and own.skips_checkpoint
     clock[0] += SAME_KEY_PRESS - 0.01
     own.stop(signal.SIGINT)
     assert len(told) == 4

@@ -47,7 +47,7 @@ def test_every_kind_of_parameter_has_its_own_rule(parts: Path, dataset: Path, tm
     }
     for name, rule in expected.items():
         found = draw_rule(model, name)
-        assert found.rule is rule.rule and found.scale == pytest.approx(rule.scale, rel=1e-12), name
+        assert found.kind is rule.kind and found.scale == pytest.approx(rule.scale, rel=1e-12), name
 
 
 def test_what_each_rule_draws() -> None:

@@ -14,7 +14,7 @@ from llava_fsdp.config import LoraConfig
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model import load_weights
 from llava_fsdp.model.adapters.lora import check_gradients
-from llava_fsdp.model.adapters.lora_files import AdapterFolder, check_meaning, started_from
+from llava_fsdp.model.adapters.lora_files import AdapterFolder, check_meaning, initial_values_from
 from llava_fsdp.model.adapters.lora_merge import Merged
 from llava_fsdp.model.adapters.lora_names import ADAPTER, LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of
 from llava_fsdp.model.adapters.sample_dropout import SampleDropout, TokenKeys
@@ -217,9 +217,9 @@ def test_an_adapter_of_another_meaning_is_refused(key: str, tmp_path: Path) -> N
     assert getattr(trained, key) != OTHERWISE[key]
     other = replace(trained, **{key: OTHERWISE[key]})
     found = AdapterFolder(tmp_path, {}, other, {})
-    assert started_from(found, nn.Module(), other) == {}
+    assert initial_values_from(found, nn.Module(), other) == {}
     with pytest.raises(ConfigError, match=key):
-        started_from(found, nn.Module(), trained)
+        initial_values_from(found, nn.Module(), trained)
     if key != "r":  # the shapes of the weights tell of it
         write_json(tmp_path / "llava_fsdp.json", {"lora": {key: OTHERWISE[key]}})
         check_meaning(tmp_path, other)
@@ -291,7 +291,7 @@ def test_a_projector_beside_an_adapter_is_read_unless_another_is_given(
     own = MemoryTensor(torch.ones(1))
     monkeypatch.setattr(load_weights, "find_adapter", lambda *_: tmp_path)
     monkeypatch.setattr(load_weights, "open_adapter", lambda *_, **__: None)
-    monkeypatch.setattr(load_weights, "started_from", lambda *_: dict(stored))
+    monkeypatch.setattr(load_weights, "initial_values_from", lambda *_: dict(stored))
     monkeypatch.setattr(
         load_weights, "projector_alone", lambda _: {n: MemoryTensor(torch.ones(shapes[n])) for n in projector}
     )

@@ -18,7 +18,7 @@ from llava_fsdp.model.adapters.lora_files import (
     check_fits,
     check_kind,
     check_meaning,
-    check_strangers,
+    check_unknown_tensors,
     open_adapter,
     read_lora,
     unchanged_modules,
@@ -112,14 +112,14 @@ def test_every_tensor_of_an_adapter_fits_its_base(others: dict[str, tuple[int, .
 def test_adapters_are_left_out_only_where_they_do_nothing(tmp_path: Path) -> None:
     """A single element of B that is not 0 is something."""
     idle = found(tmp_path)
-    check_strangers(idle, {A, B})
+    check_unknown_tensors(idle, {A, B})
     learnt = torch.zeros(7, 3)
     learnt[6, 2] = -1e-30
     tensors: Any = {**idle.tensors, B: MemoryTensor(learnt)}
     with pytest.raises(ModelError):
-        check_strangers(AdapterFolder(tmp_path, {}, idle.lora, tensors), {A, B})
+        check_unknown_tensors(AdapterFolder(tmp_path, {}, idle.lora, tensors), {A, B})
     with pytest.raises(ModelError):
-        check_strangers(idle, {f"{MODULE}.base_layer.bias"})
+        check_unknown_tensors(idle, {f"{MODULE}.base_layer.bias"})
 
 
 def test_what_lies_with_the_projector() -> None:

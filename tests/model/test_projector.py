@@ -99,8 +99,8 @@ def test_its_parameters_start_as_transformers_start_them(parts: Path, dataset: P
     cfg = shuffled(parts, tmp_path, dataset).model
     model = build_llava(find_parts(cfg), cfg, torch.float32)
     norm, linear = "multi_modal_projector.layer_norm.", "multi_modal_projector.linear_1.weight"
-    assert draw_rule(model, f"{norm}weight").rule is Rule.ONES
-    assert draw_rule(model, f"{norm}bias").rule is Rule.ZEROS
+    assert draw_rule(model, f"{norm}weight").kind is Rule.ONES
+    assert draw_rule(model, f"{norm}bias").kind is Rule.ZEROS
     assert draw_rule(model, linear) == DrawRule(Rule.UNIFORM, 80**-0.5)
     assert (model.probe.features, model.image_tokens) == (16, 4)
     for name in (f"{norm}weight", f"{norm}bias", linear):

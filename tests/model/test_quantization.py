@@ -19,9 +19,9 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.quantization import (
     QuantizedLinear,
     check_quantizer,
+    dequantize,
     quantize_layers,
     quantized_weights,
-    unpacked,
     weight_shape,
 )
 from llava_fsdp.parallel.local_shards import LocalShard, local_shards
@@ -69,7 +69,7 @@ def test_bits_outputs_and_gradients_are_those_of_bitsandbytes(cfg: QuantizeConfi
 def test_it_is_a_product_with_the_unpacked_weight(cfg: QuantizeConfig) -> None:
     """Gradients of input and bias are autograd's own of that product; nothing else waits for the backward pass."""
     linear, ours, _ = layers(cfg, torch.float32, bias=True)
-    weight = unpacked(ours.packing, ours.weight, ours.statistics)
+    weight = dequantize(ours.packing, ours.weight, ours.statistics)
     assert tuple(weight.shape) == ours.shape == tuple(linear.weight.shape)
     x = torch.randn(3, 7, FEATURES)
     given = [x.clone().requires_grad_() for _ in range(2)]
@@ -91,7 +91,7 @@ def test_it_is_a_product_with_the_unpacked_weight(cfg: QuantizeConfig) -> None:
 def test_a_position_depends_on_no_other(cfg: QuantizeConfig) -> None:
     """So that a micro-batch may be cut anywhere: inputs are not quantised, by rows or by columns of large values."""
     _, ours, _ = layers(cfg, torch.float32)
-    weight = unpacked(ours.packing, ours.weight, ours.statistics)
+    weight = dequantize(ours.packing, ours.weight, ours.statistics)
     x = torch.randn(5, FEATURES)
     x[3, 7] = 60.0  # far beyond LLM.int8()'s threshold of 6
     together = ours(x)
@@ -133,7 +133,7 @@ def test_random_bits_are_values_of_the_scale(cfg: QuantizeConfig) -> None:
         tensor.fill_(77)
     ours.draw_scales(0.5)
     bits = torch.randint(256, (ours.weight.numel() * ours.weight.element_size(),), dtype=torch.uint8)
-    values = unpacked(ours.packing, bits.view(torch.float32)[:, None], ours.statistics).abs().max()
+    values = dequantize(ours.packing, bits.view(torch.float32)[:, None], ours.statistics).abs().max()
     assert 0.4 < values <= 0.5 * 128 / 127
 
 

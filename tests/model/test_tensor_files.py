@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from small import ASSETS, make_config
 
-from llava_fsdp.data.images.check import opened
+from llava_fsdp.data.images.check import open_checked
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.model.llava.llava import build_llava
@@ -157,7 +157,10 @@ def test_a_pointer_in_place_of_a_small_file_is_told_as_one(name: str, tmp_path: 
 
 def test_a_pointer_in_place_of_an_image_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "cat.jpg").write_text(POINTER)
-    with pytest.raises(ImageError, match=r"cat\.jpg is a pointer of git-LFS"), opened(tmp_path / "cat.jpg", "record 3"):
+    with (
+        pytest.raises(ImageError, match=r"cat\.jpg is a pointer of git-LFS"),
+        open_checked(tmp_path / "cat.jpg", "record 3"),
+    ):
         pass
 
 

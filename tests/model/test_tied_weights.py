@@ -19,7 +19,7 @@ from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.provenance import seal
+from llava_fsdp.runtime.files.provenance import write_sealed_notes
 
 VOCABULARY = 611
 TEXT = {
@@ -96,7 +96,7 @@ def read(kind: str, place: str, folder: Path, parts: Path, dataset: Path, run: P
     else:
         keys = [f"model.checkpoint={folder}", "model.projector=auto", *WHOLE[kind]]
         if kind == "internvl":  # as this package has trained it; others are trained as their class has them
-            seal(folder, {"vocab_size": VOCABULARY})
+            write_sealed_notes(folder, {"vocab_size": VOCABULARY})
     cfg = make_config(parts, dataset, run, *KEYS, *keys).model
     found = find_parts(cfg)
     shapes = build_llava(found, cfg, torch.float32)

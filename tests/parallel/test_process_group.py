@@ -256,12 +256,12 @@ def test_the_store_stays_until_all_ranks_know_the_verdict(monkeypatch: pytest.Mo
     store.add("told", 1)
     begun = time.monotonic()
     threading.Timer(0.4, store.add, ("told", 1)).start()
-    meet_module.hold(store)
-    assert 0.4 <= time.monotonic() - begun < meet_module.HELD
+    meet_module.await_readers(store)
+    assert 0.4 <= time.monotonic() - begun < meet_module.READERS_SECONDS
     store.add("come", 1)
-    monkeypatch.setattr(meet_module, "HELD", 0.3)
+    monkeypatch.setattr(meet_module, "READERS_SECONDS", 0.3)
     begun = time.monotonic()
-    meet_module.hold(store)
+    meet_module.await_readers(store)
     assert 0.3 <= time.monotonic() - begun < 3
 
 

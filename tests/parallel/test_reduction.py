@@ -24,7 +24,7 @@ from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, begin_micro_batch
 from llava_fsdp.train.gradients import clip_gradients, gradient_norm
-from llava_fsdp.train.sums.source_sums import summed
+from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 MICRO_BATCHES = 3
 
@@ -73,7 +73,7 @@ def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, 
     gradients = {name: whole(parameter.grad) for name, parameter in masters.named.items() if parameter.grad is not None}
     assert gradients.keys() == masters.named.keys()
     norm = clip_gradients(masters, None)
-    return gradients, float(norm), float(summed(torch.tensor(world.rank + 1.0)))
+    return gradients, float(norm), float(sum_over_ranks(torch.tensor(world.rank + 1.0)))
 
 
 @pytest.mark.ranks

@@ -131,7 +131,7 @@ def test_the_recorded_layout_of_a_search_is_kept(parts: Path, dataset: Path, tmp
 
     def found(cfg: Config, **changes: Any) -> auto.Decision | None:
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded | changes))
-        return auto.recorded(cfg)
+        return auto.recorded_decision(cfg)
 
     own = found(searching)
     assert own is not None

@@ -28,7 +28,7 @@ from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.setup.build_model import build_model, shape_of
-from llava_fsdp.train.setup.dry_run import measure, plan_of
+from llava_fsdp.train.setup.dry_run import measure, planned_memory_of
 from llava_fsdp.train.state import TrainState
 
 CLOSE = 0.05
@@ -75,7 +75,7 @@ def test_a_dry_run_sends_and_holds_what_is_planned(
     with distributed(cfg) as world:
         report = measure(cfg, world)
         contents = fullest(cfg, shape_of(build_model(cfg, find_parts(cfg.model), world.device)), None)
-        planned = plan_of(cfg, world, contents)
+        planned = planned_memory_of(cfg, world, contents)
     assert all(own["measured"] == own["planned"] for own in report["bytes"].values())
     sent = {kind: own["sent"] for kind, own in report["collectives"].items()}
     assert sent.get("all_to_all", 0) == planned.sent.experts

@@ -21,7 +21,7 @@ from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.plan.planner import PlanRow, peak
 from llava_fsdp.train.setup.build_model import build_model, shape_of
-from llava_fsdp.train.setup.dry_run import measure, plan_of
+from llava_fsdp.train.setup.dry_run import measure, planned_memory_of
 
 CLOSE = 0.05
 """Share of the most bytes alive."""
@@ -86,7 +86,7 @@ def dry_run(cfg: Config) -> tuple[dict[str, Any], PlanRow]:
         model = build_model(cfg, find_parts(cfg.model), world.device)
         context = context_of(RankLayout(cfg.parallel, world.size), world.rank, model.parts.language)
         cut = context.cut if context is not None else None
-        return report, plan_of(cfg, world, fullest(cfg, shape_of(model), cut))
+        return report, planned_memory_of(cfg, world, fullest(cfg, shape_of(model), cut))
 
 
 @pytest.mark.parametrize(

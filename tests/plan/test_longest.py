@@ -85,7 +85,7 @@ def test_every_number_of_gpus_and_of_ranks_a_row_is_planned(monkeypatch: pytest.
 def test_which_numbers_of_ranks_a_row_are_possible() -> None:
     def sizes(*words: str) -> list[int]:
         cfg = command_config(PlanConfig, "plan", "gpus=8", *words)
-        return module.sizes_of(cfg, cast(Any, SimpleNamespace(language=SimpleNamespace(num_attention_heads=12))))
+        return module.context_sizes(cfg, cast(Any, SimpleNamespace(language=SimpleNamespace(num_attention_heads=12))))
 
     assert sizes("pack=true") == [1, 2, 4, 8]
     assert sizes("pack=true", "parallel.context_how=ulysses") == [1, 2, 4]

@@ -38,7 +38,7 @@ def test_facts_are_the_sums_over_all_ranks(
         steps = [loader.steps.prepare(number) for loader in loaders]
         facts = steps[0].facts
         assert all(step.facts == facts for step in steps)
-        samples = [loaders[0].steps.load(n)[0] for n in loaders[0].steps.sampler.samples(number)]
+        samples = [loaders[0].steps.read_row(n)[0] for n in loaders[0].steps.sampler.samples(number)]
         assert facts.pairs == sum(len(s.input_ids) ** 2 for s in samples) < facts.tokens**2
         micros = [micro for step in steps for micro in step.micro_batches]
         assert facts.tiles == sum(len(micro.images["tiles"]) for micro in micros) >= facts.images > 0

@@ -33,7 +33,7 @@ from llava_fsdp.plan.planner import Choice, Planner
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import decide
-from llava_fsdp.plan.time.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
+from llava_fsdp.plan.time.hardware import GPUS, MIB, PROCESS_BYTES, Machine, machine_named, this_machine
 from llava_fsdp.plan.time.step_time import sample_flops
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
@@ -298,7 +298,7 @@ def decider(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., auto.
     parts = find_parts(cfg.model)
 
     def decide_on(memory: int, continues: bool = False) -> auto.Decision:
-        monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + PROCESS, 1e9))
+        monkeypatch.setattr(auto, "this_machine", lambda *_: Machine(None, "test", memory + PROCESS_BYTES, 1e9))
         return decide(cfg, WORLD, parts, SAMPLES, continues)
 
     return decide_on

@@ -51,13 +51,13 @@ from llava_fsdp.plan.search.search import (
 )
 from llava_fsdp.plan.show.scaling_page import node_counts
 from llava_fsdp.plan.time.hardware import (
-    CONTEXT,
+    CUDA_CONTEXT_BYTES,
     DEVICES,
     GPUS,
     MIB,
     NCCL,
     NCCL_MORE,
-    PROCESS,
+    PROCESS_BYTES,
     Machine,
     machine_for,
     machine_named,
@@ -207,10 +207,13 @@ def test_what_machines_have() -> None:
     with pytest.raises(ConfigError):
         gpu.peak(DType.bf16)
     machine = Machine(gpu, "v100", 10_000 * MIB, 0.0)
-    assert machine.usable(0) == 9600 * MIB - CONTEXT and machine.usable(1) == machine.usable(0) - NCCL
+    assert machine.usable(0) == 9600 * MIB - CUDA_CONTEXT_BYTES and machine.usable(1) == machine.usable(0) - NCCL
     assert machine.usable(3) == machine.usable(1) - 2 * NCCL_MORE and replace(machine, memory=MIB).usable(1) == 0
     cores = Machine(None, "2 CPU cores", 1000 * MIB, 60e9)
-    assert cores.usable(2) == 1000 * MIB - PROCESS and (cores.peak(DType.fp32), cores.peak(DType.bf16)) == (60e9, 120e9)
+    assert cores.usable(2) == 1000 * MIB - PROCESS_BYTES and (cores.peak(DType.fp32), cores.peak(DType.bf16)) == (
+        60e9,
+        120e9,
+    )
     counts = {2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}
     assert {nodes: node_counts(nodes) for nodes in counts} == counts
 

@@ -95,10 +95,10 @@ def test_every_number_stands_in_its_column() -> None:
     assert table.off_device(a_row()) == "; 41.0 GB of host memory a rank"
     assert table.off_device(a_row(host=0, disk=5 * GB)) == "; 5.0 GB of files a rank"
     words = "sharding=zero2 activation_checkpointing=budget activation_checkpointing.budget=0.3 offload=params"
-    assert table.names(a_row()) == words
+    assert table.overrides_of(a_row()) == words
     none = ActivationCheckpointingConfig(mode=ActivationCheckpointing.none, budget=None)
     plain = Choice(Strategy.FULL_SHARD, none, OffloadMode.none)
-    assert table.names(a_row(choice=plain)) == "sharding=zero3 activation_checkpointing=none"
+    assert table.overrides_of(a_row(choice=plain)) == "sharding=zero3 activation_checkpointing=none"
 
 
 def test_every_number_of_a_row_has_its_key() -> None:

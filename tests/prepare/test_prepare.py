@@ -136,7 +136,7 @@ def test_bad_records_are_said_and_no_error(
 
     monkeypatch.setattr(module, "open_index", lambda plan, watch, look_again: opened.append((plan.workers, look_again)))
     monkeypatch.setattr(module, "Records", lambda *_: "records")
-    monkeypatch.setattr(module, "same_files", lambda _: "sources a and b are the same file")
+    monkeypatch.setattr(module, "describe_same_files", lambda _: "sources a and b are the same file")
     monkeypatch.setattr(module, "refuse_bad_records", refuse)
     monkeypatch.setattr(module, "write_report", lambda records, cfg, encoding, folder: {"folder": folder})
     cfg = config(tmp_path, prepare=SimpleNamespace(workers=None), labels=None)

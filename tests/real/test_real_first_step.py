@@ -99,7 +99,7 @@ def test_every_record_is_read_as_transformers_reads_it(run, parts: Path, theirs:
     image_id = vocabulary(parts)
     assert len(steps.records) == len(theirs) == 40
     for number in range(len(theirs)):
-        sample, tiles = steps.load(number)
+        sample, tiles = steps.read_row(number)
         expected = theirs[steps.records[number].id]
         ids = torch.from_numpy(sample.input_ids)
         assert torch.equal(torch.where(ids == IMAGE_ID, image_id, ids), expected.ids)

@@ -70,7 +70,7 @@ def test_every_source_is_read_as_transformers_reads_it(run: Callable[..., Config
     steps = open_steps(run("none"))
     table = torch.from_numpy(steps.image_reader.preprocessor.pixel_table())
     for number in range(len(steps.records)):
-        sample, tiles = steps.load(number)
+        sample, tiles = steps.read_row(number)
         expected = theirs[steps.records[number].id]
         ids, labels = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.labels)
         assert torch.equal(ids[ids != IMAGE_ID], expected.ids[ids != IMAGE_ID]) and len(ids) == len(expected.ids)

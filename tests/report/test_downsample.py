@@ -12,7 +12,18 @@ from imagined import imagine, row
 
 from llava_fsdp.report.charts.downsample import Curve, History, Point
 from llava_fsdp.report.charts.html import inline_json, table
-from llava_fsdp.report.charts.svg import Bar, Chart, Line, digits, draw, draw_bars, extent, rounded, short_text, ticks
+from llava_fsdp.report.charts.svg import (
+    Bar,
+    Chart,
+    Line,
+    digits,
+    draw,
+    draw_bars,
+    extent,
+    round_digits,
+    short_text,
+    ticks,
+)
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import read_run
 
@@ -131,7 +142,7 @@ def test_ticks_and_values_are_short() -> None:
     close = [1.2e-4, 1.21e-4, 1.22e-4], [1e-5, 1.00001e-5, 1.00002e-5]
     found = [[short_text(v, digits=digits(values)) for v in values] for values in close]
     assert found == [["1.2e-4", "1.21e-4", "1.22e-4"], ["1e-5", "1.00001e-5", "1.00002e-5"]]
-    assert [rounded(v) for v in (3.0, 1234567.89, 2e7, 0.1234567)] == [3, 1234567.9, 2e7, 0.123457]
+    assert [round_digits(v) for v in (3.0, 1234567.89, 2e7, 0.1234567)] == [3, 1234567.9, 2e7, 0.123457]
 
 
 def test_few_points_may_reach_out_of_a_chart() -> None:

@@ -21,7 +21,7 @@ from llava_fsdp.report.charts.downsample import History, Point
 from llava_fsdp.report.charts.html import table
 from llava_fsdp.report.charts.svg import Chart, Line, draw
 from llava_fsdp.report.compare_page import best_of, comparison_page
-from llava_fsdp.report.dataset_page import badness, dataset_page, most_of
+from llava_fsdp.report.dataset_page import badness, dataset_page, greatest_counts
 from llava_fsdp.report.examples import Example, Gap, Images, Text
 from llava_fsdp.report.profile.profile_page import profile_page
 from llava_fsdp.report.profile.profile_trace import CATEGORIES, Times
@@ -233,7 +233,7 @@ def test_a_loss_has_one_name_and_one_value(sweep: Path, capsys: pytest.CaptureFi
     jobs = read_jobs(sweep)
     sweep_results.write_results(sweep, jobs)
     assert json.loads((sweep / "results.json").read_text())["jobs"][1]["numbers"]["loss"] == loss
-    sweep_results.show(jobs)
+    sweep_results.print_results(jobs)
     printed = capsys.readouterr().out
     assert shown in next(line for line in printed.splitlines() if line.startswith("│ 1"))
     assert f"best by {name}: job " in printed
@@ -290,8 +290,8 @@ def test_results_at_the_top_of_a_page(tmp_path: Path) -> None:
 
 
 def test_counts_of_problems_and_the_order_of_files() -> None:
-    assert most_of({"a": 1, "b": 1200, "c": 3, "d": 2}) == "b\u00a01,200, c\u00a03, d\u00a02, 1\u00a0more"
-    assert most_of({"a": 1, "b": 2, "c": 3}) == "c\u00a03, b\u00a02, a\u00a01" and most_of({}) == ""
+    assert greatest_counts({"a": 1, "b": 1200, "c": 3, "d": 2}) == "b\u00a01,200, c\u00a03, d\u00a02, 1\u00a0more"
+    assert greatest_counts({"a": 1, "b": 2, "c": 3}) == "c\u00a03, b\u00a02, a\u00a01" and greatest_counts({}) == ""
     plain = {"name": "s", "records": 10, "left_out": 0, "problems": {}, "tokens": 100, "label_tokens": 50}
     worst = [
         plain | {"left_out": 2}, plain | {"left_out": 3, "records": 20}, plain | {"problems": {"a": 3}},

@@ -21,7 +21,7 @@ from llava_fsdp.config.command_line.recipes import differences
 from llava_fsdp.report import main as report
 from llava_fsdp.report import run_reader
 from llava_fsdp.report.compare_page import differing
-from llava_fsdp.report.run_reader import read_run, runs_in, values_typed
+from llava_fsdp.report.run_reader import parse_overrides, read_run, runs_in
 from llava_fsdp.runtime.errors import LlavaFsdpError
 
 
@@ -178,11 +178,11 @@ def cells(page: str, first: str) -> list[str]:
 
 
 def test_overrides_of_a_job_are_compared_as_values() -> None:
-    typed = values_typed(
+    typed = parse_overrides(
         ["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "~seed=1", "max_steps=5", "x=False", "y=null"]
     )
     assert typed == {"stage": "pretrain", "optim.lr": 0.0001, "a.b": "x y", "max_steps": 5, "x": False, "y": None}
-    assert values_typed(["a='b", 'c="d"']) == {"a": "'b", "c": "d"}
+    assert parse_overrides(["a='b", 'c="d"']) == {"a": "'b", "c": "d"}
     trees = [{"optim.lr": 0.0001, "n": 1}, {"optim.lr": 0.0001}, {}]
     assert differing(trees, [{}, {}, typed]) == [["n", "1", "", ""]]
     assert differing(trees[1:], [{}, {"optim.lr": 0.1}]) == [["optim.lr", "0.0001", "0.1"]]

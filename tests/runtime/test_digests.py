@@ -9,7 +9,14 @@ from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.runtime.errors import DamagedModel
 from llava_fsdp.runtime.files import digests
 from llava_fsdp.runtime.files.digests import Digest, digest_of, digest_of_file, share
-from llava_fsdp.runtime.files.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers, seal
+from llava_fsdp.runtime.files.provenance import (
+    files_of,
+    is_older,
+    read_digest,
+    refuse_added_files,
+    require_relative,
+    write_sealed_notes,
+)
 
 
 def test_every_file_is_digested_once_and_bytes_are_even() -> None:
@@ -47,16 +54,16 @@ WOULD_BE_LOADED = """
 def test_a_file_that_programs_would_load_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").touch()
     (tmp_path / name).touch()
-    refuse_strangers(tmp_path, {name: Digest(0, "")})
+    refuse_added_files(tmp_path, {name: Digest(0, "")})
     with pytest.raises(DamagedModel):
-        refuse_strangers(tmp_path, {"other.json": Digest(0, "")})
+        refuse_added_files(tmp_path, {"other.json": Digest(0, "")})
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../b", "/a", "a//b", "a/", ".hidden", "a/.b", "", "a\nb", "a\n"])
 def test_a_listed_file_lies_in_the_folder(name: str) -> None:
-    assert checked_name("a.b/c d-1+2=3.bin") and checked_name("-x")
+    assert require_relative("a.b/c d-1+2=3.bin") and require_relative("-x")
     with pytest.raises(ValueError):
-        checked_name(name)
+        require_relative(name)
 
 
 @pytest.mark.parametrize("entry", [
@@ -87,7 +94,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("config.json", "model.safetensors", "mm_projector.bin"):
         (folder / name).write_text(name)
-    seal(folder, {"step": 3})
+    write_sealed_notes(folder, {"step": 3})
     return folder
 
 

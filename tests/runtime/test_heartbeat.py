@@ -19,7 +19,7 @@ def beats(folder: Path, **changes: dict) -> None:
 
 
 def late(folder: Path, frozen_after: float = 60, own: Beat = BEAT, size: int = 4) -> list[str]:
-    return [str(each) for each in Watcher(folder, frozen_after).late(own, list(range(size)))]
+    return [str(each) for each in Watcher(folder, frozen_after).late_ranks(own, list(range(size)))]
 
 
 def test_nobody_is_late_where_all_are_at_one_place(tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ def test_the_furthest_behind_is_the_late_one(tmp_path: Path) -> None:
 def test_a_process_that_does_not_beat_is_late_wherever_it_is(tmp_path: Path) -> None:
     beats(tmp_path, r0={}, r1={"work": 50})
     watcher = Watcher(tmp_path, frozen_after=0.05)
-    assert watcher.late(BEAT, [0, 1]) == []
+    assert watcher.late_ranks(BEAT, [0, 1]) == []
     time.sleep(0.1)
     beats(tmp_path, r0={"count": 2})
-    (found,) = watcher.late(replace(BEAT, count=2), [0, 1])
+    (found,) = watcher.late_ranks(replace(BEAT, count=2), [0, 1])
     assert found.beat.rank == 1 and found.is_frozen and "does not answer" in str(found)
 
 
@@ -60,7 +60,7 @@ def test_the_seconds_are_those_since_a_rank_last_made_progress(tmp_path: Path, m
     for second, work, count in ((0, 1, 1), (4, 2, 2), (9, 2, 3), (19, 2, 3), (20, 2, 3), (21, 2, 4)):
         clock[0] = 100.0 + second
         beats(tmp_path, r1={"work": work, "count": count})
-        (found,) = watcher.late(BEAT, [0, 1])
+        (found,) = watcher.late_ranks(BEAT, [0, 1])
         seen.append((found.seconds, found.is_frozen))
     assert seen == [(0, False), (0, False), (5, False), (15, False), (16, True), (17, False)]
 
@@ -68,9 +68,9 @@ def test_the_seconds_are_those_since_a_rank_last_made_progress(tmp_path: Path, m
 def test_a_torn_file_is_as_good_as_the_one_before(tmp_path: Path) -> None:
     beats(tmp_path, r1={"work": 1})
     watcher = Watcher(tmp_path, 60)
-    assert len(watcher.late(BEAT, [1])) == 1
+    assert len(watcher.late_ranks(BEAT, [1])) == 1
     (tmp_path / FOLDER / "rank-1.json").write_text('{"rank": 1, ')
-    assert len(watcher.late(BEAT, [1])) == 1
+    assert len(watcher.late_ranks(BEAT, [1])) == 1
 
 
 def test_phases_are_in_the_order_of_a_step() -> None:

@@ -23,7 +23,7 @@ READERS: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "object": (BadJson, lambda path: read_object(path, largest=SIZE)),
     "file of a checkpoint": (CheckpointError, lambda path: read_small(path, SIZE)),
     "notes": (DamagedModel, provenance.read_bytes),
-    "settings": (ConfigError, lambda path: settings_files.checked(str(path))),
+    "settings": (ConfigError, lambda path: settings_files.input_file(str(path))),
     "picture": (ImageError, lambda path: check.read_file(path, "a record")),
 }
 

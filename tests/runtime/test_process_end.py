@@ -10,7 +10,7 @@ import time
 import pytest
 from lives import TELLS_ALWAYS
 
-from llava_fsdp.runtime.launch import incarnation, launch_id, started
+from llava_fsdp.runtime.launch import incarnation, launch_id, start_time
 from llava_fsdp.runtime.process.process_end import AGENT, end_with, ending_of, without_launcher
 
 UNKNOWN = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
@@ -78,9 +78,9 @@ def test_what_a_start_of_the_ranks_is_called(
 def test_when_a_process_has_started() -> None:
     began = time.time()
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert abs(started(process.pid) - began) < 5 and started(os.getpid()) < began
+        assert abs(start_time(process.pid) - began) < 5 and start_time(os.getpid()) < began
         process.kill()
-    assert started(process.pid) == 0.0
+    assert start_time(process.pid) == 0.0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone can tell")

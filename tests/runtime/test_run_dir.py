@@ -26,7 +26,7 @@ from llava_fsdp.runtime.files.heartbeat import Beat, Phase, put_beat
 from llava_fsdp.runtime.files.jsonl import append, read_rows
 from llava_fsdp.runtime.files.run_dir import (
     begun_at,
-    claimed,
+    claiming_folder,
     is_known_free,
     is_locked_by_other_launch,
     list_checkpoints,
@@ -47,8 +47,8 @@ from llava_fsdp.runtime.process.watchdog import Watchdog, open_new
 HOLDER = """
     import os, sys, time
     from pathlib import Path
-    from llava_fsdp.runtime.files.run_dir import claimed
-    with claimed(Path(sys.argv[1]), 0):
+    from llava_fsdp.runtime.files.run_dir import claiming_folder
+    with claiming_folder(Path(sys.argv[1]), 0):
         child = os.fork()  # as a data worker: it outlives us for a while
         if child:
             print(child, flush=True)
@@ -66,9 +66,11 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     before = read_status(tmp_path)
     began = time.monotonic()
     with pytest.raises(FolderInUse, match=rf"under way: process {holder.pid} on .*, since \d{{4}}-"):
-        with claimed(tmp_path, 0):
+        with claiming_folder(tmp_path, 0):
             pass
-    assert time.monotonic() - began < run_dir.HANDOVER / 2, "only a launch's own restart waits for the one before it"
+    assert time.monotonic() - began < run_dir.HANDOVER_SECONDS / 2, (
+        "only a launch's own restart waits for the one before it"
+    )
     assert is_locked_by_other_launch(tmp_path) and not is_known_free(tmp_path)
     with pytest.raises(FolderInUse, match=f"process {holder.pid} on "):
         refuse_in_use(tmp_path)
@@ -79,7 +81,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
         os.kill(child, 0)
         assert not is_locked_by_other_launch(tmp_path) and is_known_free(tmp_path)
         refuse_in_use(tmp_path)
-        with claimed(tmp_path, 0):
+        with claiming_folder(tmp_path, 0):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -88,7 +90,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch):
     """This process as a worker of torchrun's."""
-    monkeypatch.setattr(status_file, "PATIENCE", 0.1)
+    monkeypatch.setattr(status_file, "PATIENCE_SECONDS", 0.1)
 
     def be(rank: int, attempt: int = 0, launch: str = "run7", **more: str) -> None:
         values = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": launch, **more}
@@ -105,17 +107,17 @@ def test_ranks_wait_for_the_first_to_have_the_folder(tmp_path: Path, launched, m
     entered = threading.Event()
 
     def second() -> None:
-        with claimed(folder, 1):
+        with claiming_folder(folder, 1):
             entered.set()
 
     thread = threading.Thread(target=second)
     thread.start()
     assert not entered.wait(0.3) and not folder.exists()
-    with claimed(folder, 0):
+    with claiming_folder(folder, 0):
         assert entered.wait(5)
     thread.join()
-    monkeypatch.setattr(run_dir, "CLAIMING", 0.1)
-    with claimed(tmp_path / "late", 1):
+    monkeypatch.setattr(run_dir, "CLAIMING_SECONDS", 0.1)
+    with claiming_folder(tmp_path / "late", 1):
         assert stat.S_IMODE((tmp_path / "late").stat().st_mode) == 0o700
 
 
@@ -133,7 +135,7 @@ def test_the_first_failure_is_the_one_that_counts(tmp_path: Path, launched) -> N
     assert said is not None and (said["class"], said["exit_code"], said["rank"]) == ("data", 2, 1)
     launched(rank=0, attempt=1)
     assert first_failure(tmp_path) is None, "of the attempt before"
-    with claimed(tmp_path, 0):
+    with claiming_folder(tmp_path, 0):
         assert not (tmp_path / status_file.FIRST_FAILURE).exists()
     launched(rank=1, attempt=1)
     assert write_ending(tmp_path, ending("communication", "lost rank 0")) is None, "nobody else said anything"
@@ -144,7 +146,7 @@ def test_ranks_that_are_started_without_torchrun_know_the_first_failure(
 ) -> None:
     """Each is a process of its own; the one that lost contact does not overwrite what the first one wrote."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(status_file, "PATIENCE", 0.1)
+    monkeypatch.setattr(status_file, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     pids = {0: 4000, 1: 4001}
 
@@ -165,13 +167,13 @@ def test_ranks_that_are_started_without_torchrun_know_the_first_failure(
     assert first_failure(tmp_path) is None, "of the start before"
 
 
-@pytest.mark.parametrize("name", sorted(run_dir.WRITTEN))
+@pytest.mark.parametrize("name", sorted(run_dir.WRITTEN_NAMES))
 def test_what_is_no_file_where_a_run_writes_one_is_refused_at_once(name: str, tmp_path: Path) -> None:
     """To open a pipe would wait for its other end."""
-    for make in (os.mkfifo, os.mkdir if name not in run_dir.FOLDERS else Path.touch):
+    for make in (os.mkfifo, os.mkdir if name not in run_dir.FOLDER_NAMES else Path.touch):
         make(tmp_path / name)
         refuse_in_use(tmp_path)
-        with pytest.raises(errors.ConfigError, match=re.escape(name)), claimed(tmp_path, 0):
+        with pytest.raises(errors.ConfigError, match=re.escape(name)), claiming_folder(tmp_path, 0):
             pytest.fail("the folder was taken")
         (tmp_path / name).rmdir() if (tmp_path / name).is_dir() else (tmp_path / name).unlink()
 
@@ -241,7 +243,7 @@ def test_only_what_a_restart_may_repair_is_started_again(name: str, tmp_path: Pa
     assert final_status(tmp_path) is None, "another launch"
     launched(rank=1, attempt=1)
     path = tmp_path / status_file.STATUS_FILE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "time": launch.started(os.getppid()) - 5}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time": launch.start_time(os.getppid()) - 5}))
     assert final_status(tmp_path) is None, "a job of the same name, requeued"
 
 
@@ -255,7 +257,7 @@ def test_ranks_that_are_started_again_are_of_the_launch_before(
     launched(rank=0, attempt=1)
     for began, is_of_it in ((written - 1, True), (written, True), (written + 1, False)):
         times = {os.getppid(): began, os.getpid(): written + 2}
-        monkeypatch.setattr(status_file, "started", times.__getitem__)
+        monkeypatch.setattr(status_file, "start_time", times.__getitem__)
         assert (final_status(tmp_path) is not None) is is_of_it
 
 
@@ -306,7 +308,7 @@ def test_a_private_run_is_read_by_its_user_alone(private: bool, tmp_path: Path) 
     before = os.umask(0o022)
     try:
         (tmp_path / status_file.STATUS_FILE).write_text("{}")
-        with claimed(tmp_path, 0, private):
+        with claiming_folder(tmp_path, 0, private):
             put_status(tmp_path, "stopping", ending("stopped"))
             write_ending(tmp_path, ending("bug"))
     finally:
@@ -346,7 +348,7 @@ def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> Non
     assert "asked to stop (SIGTERM), and was killed before it had stopped" in said[1].stderr
     start = "import sys, pathlib, llava_fsdp.runtime.text.log as l, llava_fsdp.runtime.files.run_dir as r\n"
     start += "l.setup_logging()\n"
-    start += "with r.claimed(pathlib.Path(sys.argv[1]), 0): pass"
+    start += "with r.claiming_folder(pathlib.Path(sys.argv[1]), 0): pass"
     for expected in ("was killed while it was stopping, asked to by SIGTERM", "was killed while it was running"):
         done = subprocess.run([sys.executable, "-c", start, str(tmp_path)], check=True, capture_output=True, text=True)
         assert expected in done.stderr
@@ -354,7 +356,7 @@ def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> Non
 
 def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(how: str, steps: int, reason: str = "") -> None:
-        with claimed(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
+        with claiming_folder(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
             assert (read_status(tmp_path) or {})["status"] == "running"
             for _ in range(steps):
                 watchdog.step_done()
@@ -443,7 +445,7 @@ def test_a_name_that_all_launches_have_is_told_apart_by_its_time(
         mark_begun(tmp_path / name, "never", 3)
         assert begun_at(tmp_path / name, "never") == 3
         with monkeypatch.context() as patched:
-            patched.setattr(status_file, "started", lambda _: time.time() + 5)
+            patched.setattr(status_file, "start_time", lambda _: time.time() + 5)
             assert begun_at(tmp_path / name, "never") == step, "a scheduler's name is one job's"
 
 
@@ -461,25 +463,25 @@ def test_a_start_of_the_same_launch_waits_for_the_lock(
     monkeypatch.setattr(run_dir.fcntl, "lockf", lockf)
     monkeypatch.setattr(run_dir.time, "sleep", waited.append)
     launched(rank=0)
-    with claimed(tmp_path, 0):
+    with claiming_folder(tmp_path, 0):
         signed = json.loads((tmp_path / ".lock").read_text())
     assert (signed["launch"], signed["pid"]) == ("run7", os.getpid())
     held[0] = 3
     launched(rank=0, attempt=1)
-    with claimed(tmp_path, 0):
+    with claiming_folder(tmp_path, 0):
         assert len(waited) == 3 and not held[0]
     held[0] = 3
-    monkeypatch.setattr(run_dir, "HANDOVER", -1)
-    with pytest.raises(FolderInUse), claimed(tmp_path, 0):
+    monkeypatch.setattr(run_dir, "HANDOVER_SECONDS", -1)
+    with pytest.raises(FolderInUse), claiming_folder(tmp_path, 0):
         pass
-    monkeypatch.setattr(run_dir, "HANDOVER", 30)
+    monkeypatch.setattr(run_dir, "HANDOVER_SECONDS", 30)
     launched(rank=0, launch="run8")
-    with pytest.raises(FolderInUse), claimed(tmp_path, 0):
+    with pytest.raises(FolderInUse), claiming_folder(tmp_path, 0):
         pass
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     (tmp_path / ".lock").write_text(json.dumps({**signed, "launch": None}))
     held[0] = 1
-    with pytest.raises(FolderInUse), claimed(tmp_path, 0):
+    with pytest.raises(FolderInUse), claiming_folder(tmp_path, 0):
         pass
     assert len(waited) == 3
 
@@ -487,7 +489,7 @@ def test_a_start_of_the_same_launch_waits_for_the_lock(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_dir.fcntl, "lockf", without)
-    with claimed(tmp_path, 0):
+    with claiming_folder(tmp_path, 0):
         assert (read_status(tmp_path) or {})["status"] == "running"
 
 
@@ -509,7 +511,7 @@ def test_where_everybody_may_write_a_run_warns(tmp_path: Path, caplog: pytest.Lo
     for mode, is_warned in ((0o755, False), (0o777, True)):
         (tmp_path / str(mode)).mkdir()
         (tmp_path / str(mode)).chmod(mode)
-        with claimed(tmp_path / str(mode), 0):
+        with claiming_folder(tmp_path / str(mode), 0):
             pass
         assert any("chmod o-w" in text for text in caplog.messages) is is_warned
 
@@ -601,7 +603,7 @@ def test_a_lock_of_another_process_has_two_errors(
     error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As POSIX allows: neither of them means that a file system has no locks."""
-    with claimed(tmp_path, 0) as handle:
+    with claiming_folder(tmp_path, 0) as handle:
         assert handle is not None
         hold = RunDirLock(tmp_path, handle)
 
@@ -611,7 +613,7 @@ def test_a_lock_of_another_process_has_two_errors(
         monkeypatch.setattr(run_dir.fcntl, "lockf", refused)
         assert run_dir.look_at_lock(tmp_path)[0] is True and not is_known_free(tmp_path)
         with pytest.raises(FolderInUse):
-            run_dir.lock(handle, tmp_path)
+            run_dir.lock_folder(handle, tmp_path)
         assert hold.lock_again() is not None
         monkeypatch.undo()
     assert is_known_free(tmp_path)
@@ -628,8 +630,8 @@ def test_a_folder_that_is_shown_late_is_not_lost(tmp_path: Path, monkeypatch: py
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
         return stat_of(path, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_dir_watch, "AGAIN", 0)
-    with claimed(folder, 0) as handle:
+    monkeypatch.setattr(run_dir_watch, "AGAIN_SECONDS", 0)
+    with claiming_folder(folder, 0) as handle:
         assert handle is not None
         hold = RunDirLock(folder, handle)
         with monkeypatch.context() as patched:

@@ -20,7 +20,7 @@ from llava_fsdp.runtime.files import os_errors, run_dir, status_file
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes, why
-from llava_fsdp.runtime.files.run_dir import claimed, held_by
+from llava_fsdp.runtime.files.run_dir import claiming_folder, held_by
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.files.status_file import Outcome, first_failure, put_status, read_status, write_ending
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS, Watchdog
@@ -40,7 +40,7 @@ def lock_from_elsewhere(folder: Path) -> bool:
 
 
 def test_a_folder_that_is_as_it_was_costs_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with claimed(tmp_path, 0) as lock:
+    with claiming_folder(tmp_path, 0) as lock:
         assert lock is not None
         hold = RunDirLock(tmp_path, lock)
         monkeypatch.setattr(os, "open", lambda *_: pytest.fail("nothing is opened"))
@@ -51,7 +51,7 @@ def test_a_folder_that_is_as_it_was_costs_two_looks(tmp_path: Path, monkeypatch:
 def test_a_lock_that_is_gone_is_made_again(how: str, tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     elsewhere.write_text("precious")
-    with claimed(folder, 0) as lock:
+    with claiming_folder(folder, 0) as lock:
         assert lock is not None
         hold, path = RunDirLock(folder, lock), folder / ".lock"
         path.unlink()
@@ -62,7 +62,7 @@ def test_a_lock_that_is_gone_is_made_again(how: str, tmp_path: Path) -> None:
         assert hold.check_folder() is None and hold.check_folder() is None
         assert json.loads(path.read_text())["pid"] == os.getpid()
         assert not path.is_symlink() and elsewhere.read_text() == "precious"
-    with claimed(folder, 0) as lock:
+    with claiming_folder(folder, 0) as lock:
         assert lock is not None
         hold = RunDirLock(folder, lock)
         (folder / ".lock").unlink()
@@ -74,15 +74,15 @@ def test_a_lock_that_is_gone_is_made_again(how: str, tmp_path: Path) -> None:
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from llava_fsdp.runtime.files.run_dir import claimed
-    with claimed(Path(sys.argv[1]), 0):
+    from llava_fsdp.runtime.files.run_dir import claiming_folder
+    with claiming_folder(Path(sys.argv[1]), 0):
         print("held", flush=True)
         time.sleep(60)
 """
 
 
 def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Path) -> None:
-    with claimed(tmp_path, 0) as lock:
+    with claiming_folder(tmp_path, 0) as lock:
         assert lock is not None
         hold = RunDirLock(tmp_path, lock)
         (tmp_path / ".lock").unlink()
@@ -102,7 +102,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced", "replaced by a run's", "put back", "parent", "a file"])
 def test_what_became_of_a_folder(how: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "out"
-    with claimed(folder, 0) as lock:
+    with claiming_folder(folder, 0) as lock:
         assert lock is not None
         hold = RunDirLock(folder, lock)
         if how == "deleted":
@@ -135,11 +135,11 @@ def test_what_became_of_a_folder(how: str, tmp_path: Path) -> None:
 
 def test_a_file_system_that_numbers_anew_is_no_loss(tmp_path: Path) -> None:
     """As FUSE may: other numbers of the same folder and file."""
-    with claimed(tmp_path, 0) as lock:
+    with claiming_folder(tmp_path, 0) as lock:
         assert lock is not None
         hold = RunDirLock(tmp_path, lock)
-        hold.place = hold.lock_place = (0, 0)
-        assert hold.check_folder() is None and hold.place != (0, 0)
+        hold.folder_identity = hold.lock_identity = (0, 0)
+        assert hold.check_folder() is None and hold.folder_identity != (0, 0)
         assert lock_from_elsewhere(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_no_refusal_of_the_disk_hides_how_a_run_ended(
     """The error is said, the exit code is its own, and no traceback stands in for either."""
     setup_logging()
     folder = tmp_path / "out"
-    with claimed(folder, 0):
+    with claiming_folder(folder, 0):
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
         with Watchdog(folder, 0):
             monkeypatch.setattr(os, call, refusing(call, getattr(errno, name), folder))
@@ -172,7 +172,7 @@ def test_no_refusal_of_the_disk_hides_how_a_run_ended(
         rewrite_page(folder)
         ended: list[int] = []
         monkeypatch.setattr(os, "_exit", ended.append)
-        monkeypatch.setattr(status_file, "PATIENCE", 0)
+        monkeypatch.setattr(status_file, "PATIENCE_SECONDS", 0)
         monkeypatch.setattr(cli, "compose", lambda *_: {"output_dir": str(folder)})
 
         def task(_: object) -> None:
@@ -202,7 +202,7 @@ def test_what_is_written_last_goes_on_behind_what_fails(tmp_path: Path, monkeypa
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, list[Outcome]]]:
     """A watchdog between two steps, and how it would have ended by a signal."""
-    with claimed(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
+    with claiming_folder(tmp_path, 0), Watchdog(tmp_path, 0) as watchdog:
         ended: list[Outcome] = []
         monkeypatch.setattr(watchdog, "end", ended.append)
         watchdog.at(Phase.COMPUTE, 11)
@@ -214,14 +214,14 @@ def test_a_stop_that_is_asked_for_often_is_one(asked: tuple[Watchdog, list[Outco
     """Also when the steps are over because of the first."""
     watchdog, ended = asked
     for number in range(60):
-        watchdog.stepping = number < 30
+        watchdog.is_in_steps = number < 30
         watchdog.handle_signal(signal.SIGTERM)
     assert not ended and watchdog.wants_stop() and watchdog.stop == "SIGTERM"
 
 
 def test_a_signal_behind_the_last_step_says_so(asked: tuple[Watchdog, list[Outcome]]) -> None:
     watchdog, ended = asked
-    watchdog.stepping = False
+    watchdog.is_in_steps = False
     watchdog.handle_signal(signal.SIGTERM)
     assert [own.ending.name for own in ended] == ["stopped"] and "after the last step" in ended[0].reason
 
@@ -238,7 +238,7 @@ def test_two_interrupts_at_once_are_one_wish(asked: tuple[Watchdog, list[Outcome
     assert [own.ending.exit_code for own in ended] == [ExitCode.INTERRUPTED]
 
 
-LINKS = sorted(run_dir.WRITTEN)
+LINKS = sorted(run_dir.WRITTEN_NAMES)
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -247,7 +247,7 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     folder.mkdir()
     target.write_text("precious")
     (folder / name).symlink_to(target)
-    with pytest.raises(ConfigError, match="links where a run writes") as caught, claimed(folder, 0):
+    with pytest.raises(ConfigError, match="links where a run writes") as caught, claiming_folder(folder, 0):
         pass
     assert name in str(caught.value) and caught.value.exit_code == ExitCode.USER
     assert target.read_text() == "precious" and sorted(os.listdir(folder)) == [name]
@@ -256,7 +256,7 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
 def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    with claimed(tmp_path / "out", 0) as lock:
+    with claiming_folder(tmp_path / "out", 0) as lock:
         assert lock is not None
         assert RunDirLock(tmp_path / "out", lock).check_folder() is None
     assert (tmp_path / "disk" / "run_status.json").is_file()
@@ -268,7 +268,7 @@ def test_a_link_that_comes_later_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(target)
     rows = RowWriter(tmp_path / "metrics.jsonl")
     rows.add({"step": 1})
-    assert rows.waiting and target.read_text() == "precious"
+    assert rows.waiting_rows and target.read_text() == "precious"
     (tmp_path / "starts.tmp").symlink_to(target)
     replace_lines(tmp_path / "starts.jsonl", ["{}"])
     (tmp_path / ".stepped").symlink_to(tmp_path / "new")
@@ -317,7 +317,7 @@ def test_errors_of_the_disk_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_that_is_made_again_is_as_private_as_before(private: bool, tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        with claimed(tmp_path / "out", 0, private) as lock:
+        with claiming_folder(tmp_path / "out", 0, private) as lock:
             assert lock is not None
             hold = RunDirLock(tmp_path / "out", lock, private)
             shutil.rmtree(tmp_path / "out")

@@ -150,7 +150,7 @@ def test_late_ranks_are_reported_by_few_and_less_and_less_often(
     rank: int, frozen: bool, is_said: bool, make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = make(rank)
-    own.warned = 0.0
+    own.warned_at = 0.0
     late = [Late(replace(BEAT, rank=3), 30.0, frozen)]
     seen = []
     for waiting, passed in ((30, 0), (80, 50), (90, 10), (240, 150), (299, 59), (361, 62), (370, 59), (420, 61)):
@@ -186,7 +186,7 @@ def test_a_rank_ends_with_the_code_of_the_one_that_failed_first(
     own, told = make(), []
     report = None if first is None else {"class": first, "exit_code": int(ENDINGS[first].exit_code), "rank": 1}
     monkeypatch.setattr(module, "first_failure", lambda _: report)
-    monkeypatch.setattr(module, "PATIENCE", 0)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0)
     monkeypatch.setattr(module, "end_torchrun", lambda: told.append("torchrun"))
     monkeypatch.setattr(module, "end_agent", lambda: told.append("agent"))
     monkeypatch.setattr(own, "exit", told.append)
@@ -292,7 +292,7 @@ def test_a_stop_is_waited_for_as_long_as_a_signal_may_take(
 
 def test_each_request_to_save_is_taken_once(make: Make) -> None:
     own = make()
-    own.ending = module.threading.Event()
+    own.is_ending = module.threading.Event()
     assert not own.wants_save()
     for _ in range(2):
         own.handle_signal(signal.SIGUSR1)
@@ -389,7 +389,7 @@ def test_a_signal_of_torchrun_because_of_another_rank_is_no_request_to_stop(
 
     monkeypatch.setattr(own, "wait", wait)
     monkeypatch.setattr(module, "first_failure", lambda _: failure if clock.now > begun + 0.1 else None)
-    own.ending, own.stepping = module.threading.Event(), True
+    own.is_ending, own.is_in_steps = module.threading.Event(), True
     own.handle_signal(signal.SIGTERM)
     assert own.was_signalled and own.wants_stop() is (failure is None) and not ends(own)
 
@@ -417,7 +417,7 @@ def test_frozen_ranks_are_killed_before_a_process_ends(
 ) -> None:
     """Because of itself or because of another rank: torchrun would wait for them."""
     own, done = make(), list[object]()
-    monkeypatch.setattr(module, "PATIENCE", 0)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0)
     monkeypatch.setattr(module, "write_ending", lambda *_: None)
     monkeypatch.setattr(module, "first_failure", lambda _: {"class": "bug", "exit_code": 1, "rank": 1})
     monkeypatch.setattr(own, "kill_frozen", lambda: done.append("killed"))

@@ -10,8 +10,8 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.export.write import formats
-from llava_fsdp.runtime.files.digests import sealed
-from llava_fsdp.runtime.files.provenance import NOTES, seal
+from llava_fsdp.runtime.files.digests import with_digest
+from llava_fsdp.runtime.files.provenance import NOTES, write_sealed_notes
 
 
 def forge_facts(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -30,12 +30,12 @@ def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
     manifest.pop("digest")
     change(manifest)
     body = json.dumps(manifest).encode()[:-1]
-    (folder / MANIFEST_FILE).write_bytes(sealed(body))
+    (folder / MANIFEST_FILE).write_bytes(with_digest(body))
 
 
 def forge_notes(folder: Path, **said: object) -> None:
     """Other notes in an export or an adapter's folder, which agree with all of its files as they are."""
-    seal(folder, json.loads((folder / NOTES).read_text()) | said)
+    write_sealed_notes(folder, json.loads((folder / NOTES).read_text()) | said)
 
 
 def swap_in_exports(monkeypatch: pytest.MonkeyPatch, first: str, second: str) -> None:

@@ -8,6 +8,6 @@ from llava_fsdp.data.loader import Loader
 
 def agreed_steps(loader: Loader, first: int = 0) -> Iterator[Step]:
     """The steps from `first` on, as every rank sees them."""
-    for step in loader.prepared(first):
+    for step in loader.steps_from(first):
         assert step is not None
         yield loader.agree(step)

@@ -53,9 +53,9 @@ class Noted:
         self.ids: list[list[str]] = []
         self.collate, steps.collate = steps.collate, self  # type: ignore[assignment]
         self.normalize = self.collate.normalize
-        self.steps, self.load = steps, steps.load
+        self.steps, self.load = steps, steps.read_row
         self.names: dict[int, str] = {}
-        steps.load = self.note  # type: ignore[method-assign]
+        steps.read_row = self.note  # type: ignore[method-assign]
 
     def note(self, number: int) -> Row:
         row = self.load(number)

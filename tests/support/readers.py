@@ -23,7 +23,7 @@ from llava_fsdp.migrate.reading.inputs import read_runs
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.tensor_files import open_tensors
-from llava_fsdp.plan.search.auto import recorded
+from llava_fsdp.plan.search.auto import recorded_decision
 from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train.setup.build_model import shape_of
 
@@ -178,7 +178,7 @@ def write_run(folder: Path) -> Path:
 
 
 def read_run(path: Path) -> None:
-    recorded(config_of(path.parent, f"output_dir={path.parent}"))
+    recorded_decision(config_of(path.parent, f"output_dir={path.parent}"))
 
 
 READERS: dict[str, Reader] = {

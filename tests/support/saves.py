@@ -103,14 +103,14 @@ def saver_of(
     cfg = replace(CONFIG, **values)
     counter = [0]
     saver = StepSaver(
-        parent, cfg, SavedState(lambda: tensors, lambda: facts(counter[0])), at=at, adapter_folder=adapter
+        parent, cfg, SavedState(lambda: tensors, lambda: facts(counter[0])), reached_point=at, adapter_folder=adapter
     )
     saver.counter = counter
     return saver
 
 
 def is_busy(saver: Saver) -> bool:
-    return saver.under_way is not None and not saver.under_way.done()
+    return saver.current_save is not None and not saver.current_save.done()
 
 
 def save_steps(world: World, parent: Path, steps: list[int], layout: str = "shard", **values: Any) -> None:

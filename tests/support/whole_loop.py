@@ -133,7 +133,7 @@ def put_adapters(peer: Any, cfg: Config, values: Mapping[str, torch.Tensor]) -> 
 def difference(
     found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], without: Collection[str]
 ) -> float:
-    """The norm of the difference over the norm, over all parameters but those in `without`."""
+    """The norm of the difference over the norm, over all parameters but those in `difference`."""
     assert found.keys() == wanted.keys()
     names = wanted.keys() - without
     squares = [((found[name] - wanted[name]).square().sum(), wanted[name].square().sum()) for name in names]

@@ -27,15 +27,15 @@ from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.files.run_dir import restored_umask
+from llava_fsdp.runtime.files.run_dir import restoring_umask
 from llava_fsdp.runtime.files.status_file import mode_of
 from llava_fsdp.runtime.text.log import setup_logging
 from llava_fsdp.sweep import gpu_locks, hydra_process, torchrun
 from llava_fsdp.sweep import main as sweep
-from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locked
+from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locking_devices
 from llava_fsdp.sweep.hydra_process import run_jobs
 from llava_fsdp.sweep.job import Job, check_job, make_job_folder, read_jobs, record_failure, train_command, value_of
-from llava_fsdp.sweep.results import best_of, differing, show, write_results
+from llava_fsdp.sweep.results import best_of, differing_overrides, print_results, write_results
 from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest, supervise
 
 
@@ -218,10 +218,10 @@ def test_reason_of_a_failure(tmp_path: Path) -> None:
 REFUSED = """
 import pathlib, sys
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.files.run_dir import claimed
+from llava_fsdp.runtime.files.run_dir import claiming_folder
 from llava_fsdp.runtime.files.status_file import Outcome, write_ending
 folder = pathlib.Path(sys.argv[1])
-with claimed(folder, 0):
+with claiming_folder(folder, 0):
     write_ending(folder, Outcome(ENDINGS[sys.argv[2]], "another recipe's"))
 raise SystemExit(sys.argv[2] != "done")
 """
@@ -505,8 +505,8 @@ def test_results_of_a_sweep(tmp_path: Path) -> None:
     ]
     for job in jobs[:2]:
         write_jsonl(tmp_path / str(job.number) / "metrics.jsonl", {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0})
-    assert differing(jobs) == [["optim.lr=1"], ["data.path='<b>&'"], ["optim.lr=2"]]
-    assert differing(jobs[:1]) == [["seed=1", "optim.lr=1"]]
+    assert differing_overrides(jobs) == [["optim.lr=1"], ["data.path='<b>&'"], ["optim.lr=2"]]
+    assert differing_overrides(jobs[:1]) == [["seed=1", "optim.lr=1"]]
     assert best_of(jobs) is jobs[2] and best_of(jobs[1:2]) is None
     write_results(tmp_path, jobs)
     page = (tmp_path / "report.html").read_text()
@@ -530,7 +530,7 @@ def test_the_printed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     jobs = [job_of(n, tmp_path / str(n), value, f"seed={n}") for n, value in enumerate((2.0, 1.0, None))]
     jobs[0].numbers, jobs[1].numbers = Results(steps=3, loss=2.0), Results(steps=4, loss=1.0)
     jobs[2].reason, jobs[2].last_steps = "its own", 5
-    show(jobs)
+    print_results(jobs)
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line[:1] == "│"]
     assert [row[:5] for row in rows if row[0]] == [
@@ -539,14 +539,14 @@ def test_the_printed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]  # fmt: skip
     assert "loss of last 20 steps" in printed and "best by loss of last 20 steps: job 1: seed=1\n" in printed
     assert "job 2 failed (numeric): its own\n" in printed and "log:" not in printed
-    show(jobs[:1])
+    print_results(jobs[:1])
     assert "best by" not in capsys.readouterr().out
 
 
 def test_results_are_private_if_one_job_is(tmp_path: Path) -> None:
     jobs = [job_of(n, tmp_path / str(n), 1.0) for n in range(2)]
     jobs[0].private = False
-    with restored_umask():
+    with restoring_umask():
         os.umask(0o022)
         write_results(tmp_path, jobs)
     assert mode_of(tmp_path / "results.json") == 0o600
@@ -570,7 +570,7 @@ def test_exit_code_of_a_sweep(
 ) -> None:
     jobs = [Job(number=n, overrides=[], folder="", exit_code=code) for n, code in enumerate(codes)]
     with pytest.raises(SystemExit) if code is not None else contextlib.nullcontext() as ended:
-        hydra_process.end(jobs, succeeded, was_stopped, errors)
+        hydra_process.exit_as_jobs_ended(jobs, succeeded, was_stopped, errors)
     assert ended is None or ended.value.code == code
 
 
@@ -671,14 +671,14 @@ def test_files_of_a_sweep_are_private(
     monkeypatch.setattr("sys.executable", str(python))
     words = ["-m", "stage=pretrain", f"private={str(private).lower()}", "hydra.sweep.dir=s", "launch.devices=shared"]
     monkeypatch.setattr(sys, "argv", ["sweep", *words])
-    with restored_umask():
+    with restoring_umask():
         os.umask(0o022)
         setup_logging()
         jobs, succeeded, said = run_jobs(StopRequest(tmp_path / ".stop"))
         write_results(Path("s"), jobs)
         assert os.umask(0o022) == 0o022
     (job,) = jobs
-    show(jobs)
+    print_results(jobs)
     printed = capsys.readouterr()
     assert "  log: s/0/train.log" in printed.out and f"  command: {python} -P -m torch.distributed.run" in printed.err
     assert not succeeded and job.reason.startswith("torchrun ended with exit code 9"), said
@@ -777,17 +777,17 @@ def test_no_two_jobs_have_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def names(held: tuple[list[Device], list]) -> list[str]:
         return [device.name for device in held[0]]
 
-    with locked(gpus, 1, "a", int) as one:
-        with locked(gpus, 2, "b", int) as two:
+    with locking_devices(gpus, 1, "a", int) as one:
+        with locking_devices(gpus, 2, "b", int) as two:
             assert (names(one), names(two)) == (["0"], ["1", "2"])
             looks = iter([0, 1])
-            with locked(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
+            with locking_devices(gpus, 1, "c", lambda: next(looks)) as none:  # waits until it is told not to
                 assert names(none) == []
-        with locked(gpus, 1, "d", int) as three:
+        with locking_devices(gpus, 1, "d", int) as three:
             assert names(three) == ["1"]
-            with locked(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
+            with locking_devices(gpus, 2, "e", lambda: 1) as none:  # one is free, which is not enough
                 assert names(none) == []
-            with locked(gpus, 1, "f", int) as four:
+            with locking_devices(gpus, 1, "f", int) as four:
                 assert names(four) == ["2"], "what was not enough has been given back"
-    with locked([], 4, "on the CPU", int) as nothing:
+    with locking_devices([], 4, "on the CPU", int) as nothing:
         assert names(nothing) == []

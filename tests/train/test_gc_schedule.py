@@ -11,7 +11,7 @@ from steps import Calls
 from tiers import slow_after
 from torch.utils.data import Dataset
 
-from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
+from llava_fsdp.data.batching.workers import WorkerStatus, steps_from_workers
 from llava_fsdp.train.events.gc_schedule import GarbageCollection
 from llava_fsdp.train.events.run_events import EventList, RunStart
 from llava_fsdp.train.loop import fit
@@ -73,6 +73,6 @@ def test_data_workers_keep_pythons_own_way() -> None:
     collection = start(3)
     try:
         cfg: Any = SimpleNamespace(prefetch=1, stall=10)
-        assert list(from_workers(Enabled(), range(2), WorkerStatus(1), cfg, False)) == [True, True]
+        assert list(steps_from_workers(Enabled(), range(2), WorkerStatus(1), cfg, False)) == [True, True]
     finally:
         collection.close()

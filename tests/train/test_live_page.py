@@ -49,15 +49,15 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder in its place is made after the start, which would refuse it."""
-    claimed = train.claimed
+    claiming = train.claiming_folder
 
     @contextlib.contextmanager
     def claim(folder: Path, *given: Any) -> Iterator[Any]:
-        with claimed(folder, *given) as lock:
+        with claiming(folder, *given) as lock:
             (folder / "report.html").mkdir()
             yield lock
 
-    monkeypatch.setattr(train, "claimed", claim)
+    monkeypatch.setattr(train, "claiming_folder", claim)
     train.train(configure("max_steps=2", to="run"))
     assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
     assert len(rows_of(tmp_path / "run" / "metrics.jsonl")) == 2
@@ -94,7 +94,7 @@ def test_pages_take_a_hundredth_of_the_time(
         page.step({"step": step, "loss": 1.0})
     assert started[0] == 1010
     assert [b - a for a, b in itertools.pairwise(started)] == [between] * (len(started) - 1)
-    assert len(started) >= 5 and not page.failed
+    assert len(started) >= 5 and not page.has_warned
 
 
 def test_no_step_builds_a_page(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_no_step_builds_a_page(parts: Path, dataset: Path, tmp_path: Path, monke
     page, here = live(parts, dataset, folder), []
     monkeypatch.setattr(live_page, "report_page", lambda *_: here.append("built") or "")
     monkeypatch.setattr(live_page, "put_page", lambda *_: here.append("written"))
-    page.due = 0.0
+    page.next_at = 0.0
     lines(folder / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2)))
     page.step({"step": 1, "loss": 1.0})
     process, ends = page.process, time.monotonic() + 60
@@ -111,7 +111,7 @@ def test_no_step_builds_a_page(parts: Path, dataset: Path, tmp_path: Path, monke
     while page.process is not None and time.monotonic() < ends:
         page.step({"step": 2, "loss": 1.0})
         time.sleep(0.05)
-    assert process.returncode == 0 and not page.failed and here == []
+    assert process.returncode == 0 and not page.has_warned and here == []
     assert "<b>2</b><span>of 9 steps" in (folder / "report.html").read_text()
 
 
@@ -124,7 +124,7 @@ def test_the_last_page_is_the_complete_one(parts: Path, dataset: Path, tmp_path:
     page.process = process
     page.step({"step": 5, "loss": 1.0})
     page.write()
-    assert process.returncode == -signal.SIGKILL and page.process is None and not page.failed
+    assert process.returncode == -signal.SIGKILL and page.process is None and not page.has_warned
     assert "<b>5</b><span>of 9 steps" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -164,8 +164,8 @@ def test_a_process_that_fails_is_one_warning(
         return started[-1]
 
     monkeypatch.setattr(live_page, "start_process", start)
-    monkeypatch.setattr(live_page, "PAUSE", 0.0)
-    monkeypatch.setattr(live_page, "SHARE", 1e9)
+    monkeypatch.setattr(live_page, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(live_page, "CPU_SHARE", 1e9)
     page, ends = live(parts, dataset, tmp_path / "run"), time.monotonic() + 60
     while len(started) < 4 and time.monotonic() < ends:
         page.step({"step": 1, "loss": 1.0})

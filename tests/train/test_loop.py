@@ -108,7 +108,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
         clock[0] += seconds
         told.append(what)
 
-    def prepared(first: int, wants_stop: object) -> Iterator[int]:
+    def steps_from(first: int, wants_stop: object) -> Iterator[int]:
         for number in range(first, 6):
             move(3, "data", number)
             yield number
@@ -120,7 +120,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
         return StepResult(StepFacts(state.step - 1), 1.0, 0.1, 1.0, 10.0)
 
     monkeypatch.setattr(loop, "train_step", step)
-    loader = SimpleNamespace(prepared=prepared, agree=lambda step: -step, total_steps=6)
+    loader = SimpleNamespace(steps_from=steps_from, agree=lambda step: -step, total_steps=6)
     roots = [nn.Linear(1, 1).eval() for _ in range(2)]
     values: dict[str, Any] = {"step": 4, "compilations": None, "dynamic": None}
     state: Any = SimpleNamespace(

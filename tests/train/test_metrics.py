@@ -14,7 +14,7 @@ from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.time.mfu import Utilization
 from llava_fsdp.report.charts.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
-from llava_fsdp.report.run_reader import RunRecord, own_overrides, thinned, validations_until
+from llava_fsdp.report.run_reader import RunRecord, own_overrides, thin_out, validations_until
 from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.text.humanize import duration
@@ -136,10 +136,10 @@ def test_validations_of_a_resumed_run() -> None:
     rows = [{"step": n, "loss": place} for place, n in enumerate((2, 4, 6, 4, 5, 8))]
     assert validations_until(rows, 6) == [rows[0], rows[3], rows[4], rows[2]]
     numbers = [{"step": n} for n in range(1, 8)]
-    assert [[row["step"] for row in thinned(numbers, most)] for most in (7, 6, 3, 2, 1)] == [
+    assert [[row["step"] for row in thin_out(numbers, most)] for most in (7, 6, 3, 2, 1)] == [
         [1, 2, 3, 4, 5, 6, 7], [1, 3, 5, 7], [1, 4, 7], [3, 7], [7],
     ]  # fmt: skip
-    assert thinned([], 3) == []
+    assert thin_out([], 3) == []
 
 
 def test_steps_without_a_row_are_counted_from_the_first_start() -> None:
@@ -290,7 +290,7 @@ def test_a_step_is_shown_every_so_often_and_the_last(caplog: pytest.LogCaptureFi
     own = console()
     assert [step for step in range(1, 13) if shown(caplog, own, step=step)] == [5, 10, 12]
     assert "tokens/s  MFU 50.0%  lr" in shown(caplog, own, mfu=0.5, hfu=None)
-    own.recent.clear()
+    own.recent_seconds.clear()
     line = shown(caplog, own, mfu=0.5, hfu=0.625, skipped_steps=3)
     assert line.startswith(
         "step 5/12  loss 2.5000  1,234 tokens/s  MFU 50.0%, HFU 62.5%  3 skipped  lr 0.001  grad norm 1.5"

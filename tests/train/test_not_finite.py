@@ -348,10 +348,11 @@ def test_a_watchdog_that_cannot_watch_handles_signals(tmp_path: Path) -> None:
 def test_losses_that_stand_out() -> None:
     dice = random.Random(0)
     spikes = Spikes(6.0)
-    assert [spikes.stands_out(9.0 if n == 3 else 1.0) for n in range(FEWEST)] == [None] * FEWEST, "too early to say"
+    found = [spikes.mean_and_deviation_before(9.0 if n == 3 else 1.0) for n in range(FEWEST)]
+    assert found == [None] * FEWEST, "too early to say"
     calm = Spikes(6.0)
-    assert not any(calm.stands_out(2 + dice.gauss(0, 0.1)) for _ in range(300))
-    found = calm.stands_out(3.0)
+    assert not any(calm.mean_and_deviation_before(2 + dice.gauss(0, 0.1)) for _ in range(300))
+    found = calm.mean_and_deviation_before(3.0)
     assert found is not None and found[0] == pytest.approx(2, abs=0.05) and found[1] == pytest.approx(0.1, abs=0.03)
-    assert calm.stands_out(float("nan")) is None and Spikes(None).stands_out(1e9) is None
-    assert calm.stands_out(3.0) is not None, "a loss that is no number is not one of those before"
+    assert calm.mean_and_deviation_before(float("nan")) is None and Spikes(None).mean_and_deviation_before(1e9) is None
+    assert calm.mean_and_deviation_before(3.0) is not None, "a loss that is no number is not one of those before"

@@ -122,7 +122,7 @@ def test_torchs_kernel_updates_what_is_in_fp32_alone(
         assert type(optimizer) is FusedAdamW
     else:
         assert type(optimizer) is LowBitAdamW and (optimizer.moments, optimizer.seed) == (moment, 7)
-        compiled, _ = build_optimizer(layer, masters, cfg, 5, compiled=True)
+        compiled, _ = build_optimizer(layer, masters, cfg, 5, compiles=True)
         assert isinstance(compiled, LowBitAdamW)
         assert optimizer.conversions == (dequantise, requantise) and requantise not in compiled.conversions
 

@@ -109,7 +109,7 @@ def test_only_auto_goes_with_auto() -> None:
 
 
 def chosen_on(world: World, cfg: Config) -> PrecisionConfig:
-    return agree_on_precision(cfg, world, able=world.rank != 1).precision
+    return agree_on_precision(cfg, world, has_bf16_here=world.rank != 1).precision
 
 
 def test_all_ranks_take_the_dtype_for_which_all_have_instructions(
@@ -145,13 +145,13 @@ def test_a_run_records_what_it_trained_with_and_keeps_it(
     folder = interrupted(run, tmp_path / "again", 1)
     other = "bf16" if first == "fp32" else "fp32"
     cfg = configure(*words, to=folder)
-    kept = agree_on_precision(cfg, single_world(), able=first == "fp32").precision.param_dtype
+    kept = agree_on_precision(cfg, single_world(), has_bf16_here=first == "fp32").precision.param_dtype
     assert kept.value == first
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2" if isa == "ALL" else "ALL")
     train(cfg)
     assert yaml.safe_load((folder / "config.yaml").read_text())["precision"]["param_dtype"] == first
     never = configure(*words, "checkpoint.resume=never", to=folder)
-    assert agree_on_precision(never, single_world(), able=other == "bf16").precision.param_dtype.value == other
+    assert agree_on_precision(never, single_world(), has_bf16_here=other == "bf16").precision.param_dtype.value == other
 
 
 def test_another_dtype_at_a_resume_is_said(
@@ -179,7 +179,7 @@ def test_an_emulated_dtype_is_said_with_the_factor_that_was_measured(
         found = slow_dtype(configure(f"precision={dtype}"), CPU, able)
         assert said is None if found is None else said is not None and said in found
     monkeypatch.setattr("llava_fsdp.parallel.precision.fast_dtype.slowdown", lambda *_: 21.94)
-    agree_on_precision(configure("precision=bf16"), single_world(), able=False)
+    agree_on_precision(configure("precision=bf16"), single_world(), has_bf16_here=False)
     assert len(lines_of(caplog, logging.WARNING)) == 1
 
 

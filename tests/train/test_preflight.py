@@ -255,7 +255,7 @@ def test_a_configuration_that_trains(configure: Configure, caplog: pytest.LogCap
     warn_if_refused(configure())
     assert not caplog.text
     for words in (["precision=fp8"], ["attention=varlen", "precision=bf16", "pack=true"]):
-        warn_if_refused(configure(*words), here=False)
+        warn_if_refused(configure(*words), is_for_this_machine=False)
         assert not caplog.text, "another machine may have what this one lacks"
         warn_if_refused(configure(*words))
         assert caplog.text

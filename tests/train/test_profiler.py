@@ -12,7 +12,15 @@ from steps import begin
 
 from llava_fsdp.config import Config
 from llava_fsdp.report.profile.profile_page import profile_page
-from llava_fsdp.report.profile.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
+from llava_fsdp.report.profile.profile_trace import (
+    CATEGORIES,
+    Times,
+    TraceError,
+    difference,
+    intersection,
+    merge_spans,
+    times_of,
+)
 from llava_fsdp.runtime.errors import ConfigError, StorageError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.events.profiler import StepProfiler, open_profiler
@@ -189,8 +197,8 @@ def test_on_a_cpu_waiting_for_a_collective_is_communication(tmp_path: Path) -> N
 
 
 def test_arithmetic_of_spans() -> None:
-    assert united([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert united([(0, 4), (1, 2), (3, 5)]) == [(0, 5)]
-    assert within([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 10)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]
-    assert without([(0, 4), (5, 9)], [(1, 2), (3, 6)]) == [(0, 1), (2, 3), (6, 9)]
-    assert without([(0, 4)], []) == [(0, 4)] and within([], [(0, 1)]) == []
+    assert merge_spans([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert merge_spans([(0, 4), (1, 2), (3, 5)]) == [(0, 5)]
+    assert intersection([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 10)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]
+    assert difference([(0, 4), (5, 9)], [(1, 2), (3, 6)]) == [(0, 1), (2, 3), (6, 9)]
+    assert difference([(0, 4)], []) == [(0, 4)] and intersection([], [(0, 1)]) == []

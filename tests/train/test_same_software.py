@@ -20,9 +20,9 @@ from llava_fsdp.train.setup.same_software import (
     FILES,
     check_same_software,
     differences,
-    must_agree,
     package_digest,
     package_files,
+    readers_of_software,
 )
 
 PACKAGE, CONF = ROOT / "src" / "llava_fsdp", ROOT / "conf"
@@ -97,7 +97,7 @@ def test_which_software_must_be_the_same(configure: Configure) -> None:
     always = {"llava_fsdp", FILES, "Python", "torch", "transformers", "tokenizers", "pillow"}
 
     def more(*values: str) -> set[str]:
-        found = must_agree(configure(*values)).keys()
+        found = readers_of_software(configure(*values)).keys()
         assert always <= found
         return found - always
 

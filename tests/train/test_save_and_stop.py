@@ -160,7 +160,7 @@ def test_waiting_for_the_last_checkpoint_is_said_if_it_is_long(
     assert not caplog.messages
     controller, said = make(), threading.Event()
     controller.state.step = 7
-    monkeypatch.setattr(module, "SLOW", 0.0)
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
     heard: list[tuple[object, ...]] = []
     monkeypatch.setattr(module, "log", lambda: SimpleNamespace(info=lambda *words: heard.append(words) or said.set()))
     monkeypatch.setattr(controller, "finish", lambda: said.wait(10) or pytest.fail("nothing was said"))

@@ -95,7 +95,7 @@ def test_one_source_is_the_loss(parts: Path, dataset: Path, tmp_path: Path, monk
 def test_a_source_without_labels_has_no_loss(labels: dict[str, int]) -> None:
     facts = StepFacts(step=0, label_tokens=4, tokens=9, samples=1, images=0, truncated=0, source_labels=labels)
     sums = SourceSums(facts, torch.device("cpu"))
-    found = sums.means(0.0, sums.summed().tolist())
+    found = sums.means(0.0, sums.sum_over_ranks().tolist())
     assert found == {name: 0.0 if own else None for name, own in labels.items()}
 
 

@@ -58,7 +58,7 @@ def test_trained_and_all_parameters_are_counted_by_part(cfg: Config) -> None:
         cfg.model, lora=replace(cfg.model.lora, enabled=True), quantize=QuantizeConfig(mode=Quantizer.nf4)
     )
     cfg = changed(cfg, model=adapted)
-    assert summary.describe_packed(cfg, weights.values()) == (
+    assert summary.describe_quantized(cfg, weights.values()) == (
         "1 linear layers of the language model in nf4, scales quantised again: 9.5 bits a weight"
     ), "32 elements of two bytes and 12 bytes of scales hold 64 weights"
 
@@ -138,11 +138,11 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
     assert summary.describe_saves(last, None) == "at the end; validates never"
 
     class Kept(list):
-        out, long, index = 3, 2, SimpleNamespace(examined=None)
+        num_wrong, num_too_long, index = 3, 2, SimpleNamespace(examined=None)
 
     records: Any = Kept(range(1234))
     assert summary.describe_data(cfg, records) == ("a.json: 1,234 records, 3 skipped as wrong, 2 skipped as too long")
-    records.out = records.long = 0
+    records.num_wrong = records.num_too_long = 0
     records.index = SimpleNamespace(examined=SimpleNamespace(summary="all images are there"))
     assert summary.describe_data(cfg, records) == "a.json: 1,234 records; all images are there"
 
@@ -222,7 +222,7 @@ FINGERPRINTS = {"dataset": "data.path", "encoding": "model.language", "order": "
 def run_of(cfg: Any) -> tuple[dict[str, Any], Any]:
     """What a checkpoint of a run says, and the run as it is now."""
     facts = {
-        "config": resume.jsonable(resume.asdict(cfg)), "fingerprints": dict.fromkeys(FINGERPRINTS, "same"),
+        "config": resume.without_enums(resume.asdict(cfg)), "fingerprints": dict.fromkeys(FINGERPRINTS, "same"),
         "trainable": ["a", "b"],
     }  # fmt: skip
     return facts, SimpleNamespace(fingerprints=dict(facts["fingerprints"]), trained=["a", "b"])
@@ -268,7 +268,7 @@ def test_other_parameters_and_another_seed_are_named_once(cfg: Config, tmp_path:
 
 def test_settings_are_compared_with_the_checkpoint_that_a_run_continues_from(cfg: Config, tmp_path: Path) -> None:
     """With the newest one, or with the one that is named; with none if the run starts over."""
-    tree = resume.jsonable(resume.asdict(cfg))
+    tree = resume.without_enums(resume.asdict(cfg))
     run, newest, other = tmp_path / "run", tmp_path / "run/checkpoints/step-000004", tmp_path / "other/step-000003"
     for folder, seed in ((run / "checkpoints/step-000002", 7), (newest, cfg.seed), (other, 8)):
         folder.mkdir(parents=True)

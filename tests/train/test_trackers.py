@@ -230,14 +230,14 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     found = follow(cfg("track.tensorboard=true"), 0, 10)
     found.end(patience=0.2)
     assert "3 rows behind" in caplog.text and "not finished" in caplog.text
-    assert found.dropped == 7 and len(caplog.records) == 2, "each is told once"
+    assert found.num_dropped == 7 and len(caplog.records) == 2, "each is told once"
 
 
 def test_the_end_has_one_deadline(cfg: Any) -> None:
     """However the wait for room in the queue and that for the thread share it."""
     found, joined = Trackers(cfg(), 0, "abc", {}, {}), []
     found.thread = SimpleNamespace(join=joined.append, is_alive=lambda: False)  # pyright: ignore[reportAttributeAccessIssue]
-    found.waiting = SimpleNamespace(put=lambda row, timeout: time.sleep(0.05))  # pyright: ignore[reportAttributeAccessIssue]
+    found.queue = SimpleNamespace(put=lambda row, timeout: time.sleep(0.05))  # pyright: ignore[reportAttributeAccessIssue]
     found.end(patience=1.0)
     assert len(joined) == 1 and joined[0] <= 0.95
 

@@ -89,7 +89,7 @@ def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[flo
     ends = sorted({model.generation_config.eos_token_id, tokenizer.encode(stop)[-1].id})
     total, labels, answers = 0.0, 0, []
     for number in range(len(steps.records)):
-        sample, images = steps.load(number)
+        sample, images = steps.read_row(number)
         asked = ask(steps.records[number], steps.encoder, steps.image_reader, cfg)
         with torch.no_grad():
             logits = model(**inputs(sample.input_ids, images, table, config)).logits[0, :-1]
@@ -347,7 +347,7 @@ def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Pa
 
 
 def test_order_is_spread_and_of_one_source_a_step() -> None:
-    order = held_out_sampler([5, 0, 9], limit=4, samples=3)
+    order = held_out_sampler([5, 0, 9], limit=4, samples_per_step=3)
     assert [order.samples(n) for n in range(order.per_epoch)] == [[0, 1, 2], [3], [5, 7, 9], [11]]
     assert [order.source(n) for n in range(order.per_epoch)] == [0, 0, 2, 2]
     assert spread(7, None) == spread(7, 7) == spread(7, 99) == list(range(7)) and spread(10, 3) == [0, 3, 6]
@@ -456,10 +456,11 @@ def test_image_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_pat
     assert after["answers"] == kept
     assert isinstance(steps.read(3), SkippedSample)
 
-    validation.held_out.loader.data.bad_records = validation.held_out.loader.steps.bad = type(cfg.data.bad_records).fail
+    loader = validation.held_out.loader
+    loader.data.bad_records = loader.steps.bad_records = type(cfg.data.bad_records).fail
     with pytest.raises(DataError, match=f"{name} does not exist"):
         validation.measure()
-    validation.held_out.loader.steps.bad = cfg.data.bad_records  # the loss goes without it, and the question does not
+    loader.steps.bad_records = cfg.data.bad_records  # the loss goes without it, and the question does not
     with pytest.raises(DataError, match=f"{name} does not exist"):
         validation.generator.answers()
 

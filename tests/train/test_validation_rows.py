@@ -12,7 +12,7 @@ import torch
 from llava_fsdp.config import Metric, ParallelConfig
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.train.events.held_out import validation, validation_answers
-from llava_fsdp.train.events.held_out.validation import LossSum, Validation, as_line, as_object, row_of
+from llava_fsdp.train.events.held_out.validation import LossSum, Validation, answer_row, line_of, row_of
 from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.events.run_events import RunEvents
 
@@ -60,27 +60,27 @@ def test_a_validation_that_is_owed_is_done_when_a_run_continues(step: int, done:
 def test_a_row_is_one_line() -> None:
     losses = {"a": LossSum(6.0, 3), "b": LossSum(math.nan, 4000)}
     row = row_of(7, losses, {"a": [1.0, 0.5, 0.0], "b": [0.0]}, 1.25) | {"metric": Metric.exact.value}
-    assert as_line(row) == (
+    assert line_of(row) == (
         "validation after step 7: loss none of 4,003 label tokens (a 2.0000, b none), exact match 37.5% of 4 "
         "questions (a 50.0% of 3, b 0.0% of 1), 1.2 s"
     )
-    one = as_line(row | {"metric": Metric.vqa.value, "sources": {"a": row["sources"]["a"]}, "score": 0.0})
+    one = line_of(row | {"metric": Metric.vqa.value, "sources": {"a": row["sources"]["a"]}, "score": 0.0})
     assert "(" not in one and ", VQA accuracy 0.0% of 4" in one
-    assert "of 0 questions" not in as_line(row_of(7, losses, {"a": [], "b": []}, 1.25))
+    assert "of 0 questions" not in line_of(row_of(7, losses, {"a": [], "b": []}, 1.25))
     unasked = row_of(7, losses, {"a": [1.0], "b": []}, 1.25) | {"metric": Metric.exact.value}
-    assert as_line(unasked).endswith("exact match 100.0% of 1 questions (a 100.0% of 1), 1.2 s")
+    assert line_of(unasked).endswith("exact match 100.0% of 1 questions (a 100.0% of 1), 1.2 s")
 
 
 def test_an_answer_has_the_first_picture_of_its_question() -> None:
     question: Any = SimpleNamespace(record="r", question="q", reference="x", images=[Path("a.png"), Path("b.png")])
     answered: Any = SimpleNamespace(text="y", score=0.5)
-    found = as_object(question, answered)
+    found = answer_row(question, answered)
     assert found == {
         "record": "r", "question": "q", "answer": "y", "references": ["x"], "score": 0.5,
         "picture": str(Path("a.png").absolute()),
     }  # fmt: skip
     question.images = [b"inside of a container", Path("b.png")]
-    assert as_object(question, answered)["picture"] is None
+    assert answer_row(question, answered)["picture"] is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
     ]
     paused: list[int] = []
     loader = SimpleNamespace(
-        device=torch.device("cpu"), prepared=lambda first, stops: iter(steps[first:]), agree=lambda step: step
+        device=torch.device("cpu"), steps_from=lambda first, stops: iter(steps[first:]), agree=lambda step: step
     )
     held: Any = SimpleNamespace(
         events=RunEvents(), pause=lambda: paused.append(1), watchdog=SimpleNamespace(wants_stop=bool),
@@ -148,7 +148,7 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
         ),
         state=SimpleNamespace(parallelism=SimpleNamespace(ranks_per_loss=2)),
     )  # fmt: skip
-    assert Validation.losses(held) == [LossSum(7.0, 8), LossSum(5.0, 4)] and len(paused) == 3
+    assert Validation.measure_losses(held) == [LossSum(7.0, 8), LossSum(5.0, 4)] and len(paused) == 3
 
 
 @pytest.mark.parametrize(("ranks", "together"), [(1, 1), (3, 1), (4, 2), (6, 2)])

@@ -96,7 +96,7 @@ def test_the_index_has_the_length_of_each_video(siglip: Path, mixed: Path, tmp_p
         assert records.tiles[4] == 3 and records.images[4] == 1
         sample = open_data(
             cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32)
-        ).steps.load(4)
+        ).steps.read_row(4)
         assert [len(rows) for rows in sample[0].image_rows] == [3 * 1 + 1] and len(
             sample[0].input_ids
         ) == records.lengths[4]
@@ -160,7 +160,7 @@ def test_broken_videos_are_found_before_training(siglip: Path, tmp_path: Path) -
     found = open_again(make_config(siglip, tmp_path, tmp_path / "run", *ONEVISION, *skip), siglip)
     flags = found.index.flags(0, len(found.index)).tolist()
     assert flags == [0] * 10 + [BITS[kind] for kind in FAULTS.values()]
-    assert len(found) == 10 and found.out == 4
+    assert len(found) == 10 and found.num_wrong == 4
     with pytest.raises(DataError):
         train.train(make_config(siglip, tmp_path, tmp_path / "run", *ONEVISION, *STEPS))
     # a model of one tile reads no videos, and keeps its own columns in the same index

@@ -65,7 +65,7 @@ class Answerer(Protocol):
         conversation."""
         ...
 
-    def prepared(self, images: Sequence[Any]) -> list[Any]:
+    def prepare_images(self, images: Sequence[Any]) -> list[Any]:
         """Return the images of a conversation, prepared in the way that their number demands."""
         ...
 
@@ -78,10 +78,11 @@ def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
         raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {images} images")
 
 
-def too_long(where: str, tokens: int, of_images: int, most: int) -> DataError:
-    """Return the error to raise for a conversation of `tokens` tokens, of which the model reads at most `most`."""
+def too_long(where: str, tokens: int, image_tokens: int, limit: int) -> DataError:
+    """Return the error to raise for a conversation of `tokens` tokens, `image_tokens` of them of images, of which the
+    model reads at most `limit`."""
     return DataError(
-        f"{where} takes {tokens} tokens, {of_images} of them for images, and the model reads {most}: begin a new "
+        f"{where} takes {tokens} tokens, {image_tokens} of them for images, and the model reads {limit}: begin a new "
         "conversation, make it shorter, or show fewer images"
     )
 

@@ -115,16 +115,21 @@ class Assistant:
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
-        given = [[self.load_image(path, q.where, count_images(q.images)) for path in q.images] for q in questions]
-        asked = [self.ask(q.turns, its_images, q.where) for q, its_images in zip(questions, given, strict=True)]
-        prompts, images = [ids for ids, _ in asked], [its_images for _, its_images in asked]
-        length = max(len(p) for p in prompts)
+        prompts: list[np.ndarray] = []
+        all_images: list[LoadedImage] = []
+        for question in questions:
+            num_images = count_images(question.images)
+            images = [self.load_image(path, question.where, num_images) for path in question.images]
+            token_ids, images = self.encode_question(question.turns, images, question.where)
+            prompts.append(token_ids)
+            all_images += images
+        length = max(len(token_ids) for token_ids in prompts)
         ids = np.zeros((len(prompts), length), dtype=np.int64)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         for row, tokens in enumerate(prompts):  # padded on the left: all answers begin at the same position
             ids[row, length - len(tokens) :] = tokens
             mask[row, length - len(tokens) :] = True
-        inputs, pixels = self.to_device(ids, list(itertools.chain.from_iterable(images)), blank)
+        inputs, pixels = self.to_device(ids, all_images, blank)
         sampling = Sampling(min(max_new_tokens, self.max_tokens - length))
         cache = DynamicCache(config=self.model.language.config)
         texts = [self.new_text() for _ in prompts]
@@ -153,7 +158,7 @@ class Assistant:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
             OutOfMemory: the conversation does not fit into the device's memory.
         """
-        tokens, images = self.ask(turns, images, "the conversation")
+        tokens, images = self.encode_question(turns, images, "the conversation")
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - len(tokens)))
         text = self.new_text()
         prefix = with_image_numbers(tokens, images)
@@ -191,7 +196,7 @@ class Assistant:
         rows = image_tokens.of_video(len(tiles)) if is_video(path) else image_tokens.of(size, images)
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
-    def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
+    def prepare_images(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
         """Return the images of a conversation, prepared as their number demands: LLaVA-OneVision cuts an image into
         tiles only if it is the only one. So images may be read again after one was added. Raises ImageError if that
         fails."""
@@ -205,15 +210,16 @@ class Assistant:
         ]
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
-        """Return the token ids of a conversation as a prompt for the model's next answer, the first result of `ask`."""
-        return self.ask(turns, images, where)[0]
+        """Return the token ids of a conversation as a prompt for the model's next answer. Arguments as for
+        `encode_question`."""
+        return self.encode_question(turns, images, where)[0]
 
-    def ask(
+    def encode_question(
         self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str
     ) -> tuple[np.ndarray, list[LoadedImage]]:
-        """Return the token ids of a conversation as a prompt for the model's next answer, int64 [length], and the
-        conversation's images in the order of their tokens. The ids of image tokens are IMAGE_ID. The given images are
-        in the order of their image tags in `turns`. Error messages begin with `where`.
+        """Tokenize a conversation as a prompt for the model's next answer. Return its token ids, int64 [length], where
+        image tokens have the id IMAGE_ID, and its images in the order of their tokens. The given images are in the
+        order of their image tags in `turns`. `where` is the subject of error messages.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
@@ -263,12 +269,12 @@ def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[Load
     """Return the images of a conversation whose tokens are not all cached. An image of which some tokens are cached has
     only the others in its `rows`. `tokens`: the ids of the first tokens of the prompt, which are cached; image tokens
     have the id IMAGE_ID."""
-    before = int((tokens == IMAGE_ID).sum())
+    num_cached = int((tokens == IMAGE_ID).sum())  # image tokens that are cached, less those of the images before
     rest = []
     for image in images:
-        seen, before = min(before, len(image.rows)), max(0, before - len(image.rows))
-        if seen < len(image.rows):
-            rest.append(replace(image, rows=image.rows[seen:]))
+        if num_cached < len(image.rows):
+            rest.append(replace(image, rows=image.rows[num_cached:]))
+        num_cached = max(0, num_cached - len(image.rows))
     return rest
 
 

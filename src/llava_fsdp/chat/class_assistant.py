@@ -86,16 +86,18 @@ class ClassAssistant:
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Answer several questions in one batch, with greedy decoding. With `blank`, all images are replaced by images
-        of the mean colour.
+        """Answer several questions in one batch, with greedy decoding. With `blank`, all images are replaced by
+        images of the mean colour.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
         rows = []
-        for asked in questions:
-            images = [self.load_image(path, asked.where) for path in asked.images]
-            rows.append(self.ask(asked.turns, [self.blank(own) if blank else own for own in images], asked.where))
+        for question in questions:
+            images = [self.load_image(path, question.where) for path in question.images]
+            if blank:
+                images = [self.blank_image(image) for image in images]
+            rows.append(self.encode_question(question.turns, images, question.where))
         texts = [self.new_text() for _ in rows]
 
         def push(chosen: torch.Tensor) -> bool:
@@ -104,7 +106,7 @@ class ClassAssistant:
             return not all(text.ended for text in texts)
 
         longest = max(len(sample.input_ids) for sample, _ in rows)
-        self.write(rows, Sampling(min(max_new_tokens, self.max_tokens - longest)), push)
+        self.generate(rows, Sampling(min(max_new_tokens, self.max_tokens - longest)), push)
         for text in texts:
             text.close()
         return [text.text for text in texts]
@@ -123,20 +125,22 @@ class ClassAssistant:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
             OutOfMemory: the conversation does not fit into the device's memory.
         """
-        row = self.ask(turns, images, "the conversation")
-        length = len(row[0].input_ids)
+        sample, pixels = self.encode_question(turns, images, "the conversation")
+        length = len(sample.input_ids)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - length))
         text, stopped = self.new_text(), threading.Event()
         tokens: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
 
         def push(chosen: torch.Tensor) -> bool:
+            """Hand a token over to the caller's thread. Return whether to generate another one."""
             tokens.put(int(chosen))
             return not stopped.is_set()
 
         def run() -> None:
+            """Generate the answer, and then put None, or the exception that ended it, into the queue."""
             try:
                 with torch.inference_mode():
-                    self.write([row], sampling, push, generator)
+                    self.generate([(sample, pixels)], sampling, push, generator)
                 tokens.put(None)
             except Exception as error:  # raised again where the answer is read
                 tokens.put(error)
@@ -158,9 +162,9 @@ class ClassAssistant:
         yield text.close()
         return False
 
-    def write(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
-        """Generate answers to questions. `push` gets the next token of each answer, int64 [answers], and returns
-        whether to generate another one."""
+    def generate(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
+        """Generate answers to questions, of which each row is one. `push` gets the next token of each answer, int64
+        [answers], and returns whether to generate another one."""
         prompts = lay_out_prompts(rows, Collator(self.reader, Normalize.step, pack=False))
         micro = prompts.micro.map(lambda values: values.to(self.device))
         prompt = Prompt(micro.input_ids, prompts.mask.to(self.device), micro.images)
@@ -172,19 +176,20 @@ class ClassAssistant:
             return RgbImage(path, self.image_process.load(path, where, images)[0])
         return RgbImage(path, self.reader.load(path, where, images))
 
-    def prepared(self, images: Sequence[RgbImage]) -> list[RgbImage]:
+    def prepare_images(self, images: Sequence[RgbImage]) -> list[RgbImage]:
         """Return the images of a conversation unchanged: the processor prepares them, whatever their number is."""
         return list(images)
 
-    def blank(self, image: RgbImage) -> RgbImage:
+    def blank_image(self, image: RgbImage) -> RgbImage:
         """Return an image of the same size and of the mean colour."""
         means = getattr(self.reader.processor.opened.image_processor, "image_mean", None) or [GREY] * 3
         colour = np.round(np.array(means) * 255).astype(np.uint8)
         return replace(image, pixels=np.broadcast_to(colour, image.pixels.shape).copy())
 
-    def ask(self, turns: Sequence[Turn], images: Sequence[RgbImage], where: str) -> Row:
-        """Return a conversation as a prompt for the model's next answer, with its images in the order of their tokens.
-        The given images are in the order of their image tags in `turns`. Error messages begin with `where`.
+    def encode_question(self, turns: Sequence[Turn], images: Sequence[RgbImage], where: str) -> Row:
+        """Tokenize a conversation as a prompt for the model's next answer. Return it with the pixels of its images in
+        the order of their tokens. The given images are in the order of their image tags in `turns`. `where` is the
+        subject of error messages.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.

@@ -54,16 +54,18 @@ class Conversation:
         be empty.
 
         Closing the generator stops the answer; the text generated so far stays in the conversation. If an error is
-        raised, the conversation is again as it was before the question.
+        raised, the conversation is again as it was before the question. Afterwards `was_cut` says whether the answer
+        stopped before the model ended it.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
             OutOfMemory: the conversation does not fit into memory.
         """
         turns = [*self.turns, Turn("human", self.with_tags(text))]
-        images = self.assistant.prepared([*self.images, *self.next_images])
-        before = self.turns, self.images, self.next_images
-        self.was_cut, answer = True, ""
+        images = self.assistant.prepare_images([*self.images, *self.next_images])
+        state_before = self.turns, self.images, self.next_images
+        self.was_cut = True  # until the model has ended the answer
+        answer = ""
         stream = self.assistant.stream(turns, images, sampling, self.generator)
         try:
             while True:
@@ -78,7 +80,7 @@ class Conversation:
         except GeneratorExit:
             stream.close()
         except BaseException:
-            self.turns, self.images, self.next_images = before
+            self.turns, self.images, self.next_images = state_before
             raise
 
     def with_tags(self, text: str) -> str:
@@ -102,7 +104,7 @@ class Conversation:
         rest = iter(self.images)
         exchanges = []
         for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
-            paths = [next(rest).path for _ in range(self.tags(question))]
+            paths = [next(rest).path for _ in range(self.count_tags(question))]
             exchanges.append((question.text.replace(IMAGE_TAG, "").strip(), paths, answer.text))
         return exchanges
 
@@ -111,10 +113,11 @@ class Conversation:
         one."""
         if not self.turns:
             return False
-        num_kept = len(self.images) - self.tags(self.turns[-2])
+        num_kept = len(self.images) - self.count_tags(self.turns[-2])
         self.next_images = [*self.images[num_kept:], *self.next_images]
         self.turns, self.images = self.turns[:-2], self.images[:num_kept]
         return True
 
-    def tags(self, question: Turn) -> int:
+    def count_tags(self, question: Turn) -> int:
+        """Return the number of image tags in a question. In a conversation without images they are plain text."""
         return question.text.count(IMAGE_TAG) if self.images else 0

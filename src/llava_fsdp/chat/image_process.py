@@ -16,9 +16,9 @@ from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.process.limited_process import Answer, LimitBroken, LimitedProcess, Work
 
-SECONDS = 5
+MOST_SECONDS = 5
 """Processor time that reading an image or video may take."""
-MEMORY = 512
+MOST_MIB = 512
 """MiB of memory that this may take: enough for a photograph of 50 million pixels. With transparency an image is copied
 several times, and may have 15 to 30 million pixels, as its format decides."""
 
@@ -27,7 +27,7 @@ class ImageProcess:
     """Reads images and videos as `ImageSource.load` does, in another process."""
 
     def __init__(self, reader: ImageSource):
-        self.process = LimitedProcess(make_work, SECONDS, MEMORY)
+        self.process = LimitedProcess(make_work, MOST_SECONDS, MOST_MIB)
         self._reader = base64.b64encode(pickle.dumps(reader)).decode()  # only this program's own objects
 
     def start(self) -> None:
@@ -69,8 +69,8 @@ def make_work() -> Work:
         path, where, images = Path(request["path"]), request["where"], request["images"]
         try:
             tiles = reader.load(path, where, images)
-            sized = not is_video(path) and reader.needs_size(images)
-            size = read_size(path, where) if sized else None
+            needs_size = not is_video(path) and reader.needs_size(images)
+            size = read_size(path, where) if needs_size else None
         except ImageError as error:
             return {"error": str(error), "kind": error.kind}, b""
         return {"shape": tiles.shape, "size": size}, tiles.tobytes()

@@ -42,7 +42,7 @@ from llava_fsdp.checkpoint.manifest import (
     rank_file,
     render,
 )
-from llava_fsdp.checkpoint.retention import REPLACED, STAGED, prune, write_latest
+from llava_fsdp.checkpoint.retention import REPLACED, STAGED, delete_old, write_latest
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import render_facts
 from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, name_in_errors, verify
@@ -84,13 +84,13 @@ class Committer:
     group: dist.ProcessGroup | None
     hasher: Executor
     """Computes digests in another thread."""
-    needed: int
+    nbytes: int
     """Bytes of the tensors and adapters of one checkpoint, summed over all ranks."""
-    at: Callable[[str], None] = lambda point: None
+    reached_point: Callable[[str], None] = lambda point: None
     """Called with the name of each point of a save (see the table of this module), for tests that end the process
     there."""
     adapter_folder: AdapterCopy | None = None
-    good: set[str] = field(default_factory=set)
+    undamaged: set[str] = field(default_factory=set)
     """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
@@ -107,22 +107,22 @@ class Committer:
                 unfinished checkpoint is deleted, and earlier ones are unchanged.
             NumericError: a tensor has a value that is not finite.
         """
-        final = self.parent / folder_name(facts["step"])
-        staged = final.with_name(final.name + STAGED)
-        failing = f"checkpoint {final} could not be written"
+        target = self.parent / folder_name(facts["step"])
+        staged = target.with_name(target.name + STAGED)
+        failure = f"checkpoint {target} could not be written"
         rank, _ = rank_and_size()
-        on_first_rank(lambda: self.begin(staged), failing, self.group)
+        on_first_rank(lambda: self.begin(staged), failure, self.group)
         try:
-            self.at("made")
-            digest = on_all_ranks(lambda: self.write_rank_file(staged, rank, values), failing, self.group)
-            self.at("agreed")
-            written = gathered_on_first((digest, entries), self.group)
-            on_first_rank(lambda: self.complete(staged, final, facts, written), failing, self.group)
+            self.reached_point("made")
+            digest = on_all_ranks(lambda: self.write_rank_file(staged, rank, values), failure, self.group)
+            self.reached_point("agreed")
+            digests_and_entries = gathered_on_first((digest, entries), self.group)
+            on_first_rank(lambda: self.complete(staged, target, facts, digests_and_entries), failure, self.group)
         except LlavaFsdpError:  # raised on all ranks, so none of them is still writing
-            on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True), failing, self.group)
+            on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True), failure, self.group)
             raise
-        self.at("told")
-        return final
+        self.reached_point("told")
+        return target
 
     def begin(self, staged: Path) -> None:
         """Create the temporary folder of a checkpoint. Raises CheckpointError if the disk has no room for a
@@ -130,7 +130,7 @@ class Committer:
         make_folder(self.parent)
         make_empty(staged)
         try:
-            require_room(staged, self.needed)
+            require_room(staged, self.nbytes)
         except CheckpointError:
             shutil.rmtree(staged, ignore_errors=True)
             raise
@@ -140,53 +140,55 @@ class Committer:
         digest."""
         described = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
         digest = write_tensors(staged / rank_file(rank), described, values.__getitem__, self.hasher)
-        self.at("file written")
+        self.reached_point("file written")
         return digest
 
-    def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
+    def complete(
+        self, staged: Path, target: Path, facts: dict[str, Any], digests_and_entries: list[tuple[Digest, Entries]]
+    ) -> None:
         """Write all files of a checkpoint except the ranks' tensor files, and rename its folder to its final name.
         Called on rank 0.
 
-        `written` has, for each rank, the digest of its tensor file, and what the manifest records of the tensors in
-        this file.
+        `digests_and_entries` has, for each rank, the digest of its tensor file, and what the manifest records of the
+        tensors in this file.
         """
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
-        self.at("state written")
-        files = {rank_file(rank): digest for rank, (digest, _) in enumerate(written)}
+        self.reached_point("state written")
+        files = {rank_file(rank): digest for rank, (digest, _) in enumerate(digests_and_entries)}
         files[STATE_FILE] = Digest(len(content), xxh3_128(content).hexdigest())
-        manifest = Manifest(facts["step"], dict(files), merge_entries([entries for _, entries in written]))
+        manifest = Manifest(facts["step"], dict(files), merge_entries([entries for _, entries in digests_and_entries]))
         if self.adapter_folder is not None:
             files |= self.write_adapter(self.adapter_folder, Checkpoint(staged, manifest, facts))
             manifest = Manifest(manifest.step, files, manifest.tensors)
-            self.at("adapter written")
+            self.reached_point("adapter written")
         write_durably(staged / MANIFEST_FILE, render(manifest))
-        self.at("manifest written")
+        self.reached_point("manifest written")
         sync_folder(staged)
-        self.at("folder synced")
-        replaced = final.with_name(final.name + REPLACED)
-        if os.path.lexists(final):  # a checkpoint from before the run started over, or one that is damaged
-            os.rename(final, replaced)
-            self.at("old one aside")
+        self.reached_point("folder synced")
+        replaced = target.with_name(target.name + REPLACED)
+        if os.path.lexists(target):  # a checkpoint from before the run started over, or one that is damaged
+            os.rename(target, replaced)
+            self.reached_point("old one aside")
         try:
-            os.rename(staged, final)
+            os.rename(staged, target)
         except OSError:
             if replaced.exists():
-                os.rename(replaced, final)
+                os.rename(replaced, target)
             raise
-        self.at("renamed")
+        self.reached_point("renamed")
         sync_folder(self.parent)
-        self.at("parent synced")
-        self.good.add(final.name)
+        self.reached_point("parent synced")
+        self.undamaged.add(target.name)
         try:
-            write_latest(final)
+            write_latest(target)
         except OSError as error:
-            log().warning("%s is saved, but the file `latest` beside it could not be written: %s", final, error)
-        self.at("pointed")
+            log().warning("%s is saved, but the file `latest` beside it could not be written: %s", target, error)
+        self.reached_point("pointed")
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        prune(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_good, self.at)
-        self.good &= {folder.name for folder in list_checkpoints(self.parent)}
+        delete_old(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_undamaged, self.reached_point)
+        self.undamaged &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterCopy, checkpoint: Checkpoint) -> dict[str, Digest]:
         """Write a folder with the LoRA adapters into a checkpoint; return the digests of its files, by path in the
@@ -197,20 +199,20 @@ class Committer:
         files = sorted(path for path in folder.rglob("*") if not path.is_dir())
         return {path.relative_to(checkpoint.folder).as_posix(): digest_of_file(path) for path in files}
 
-    def is_good(self, folder: Path) -> bool:
+    def is_undamaged(self, folder: Path) -> bool:
         """Return whether a checkpoint is undamaged. The first call for a checkpoint reads all its bytes; later calls
         check only the names and sizes of its files."""
         try:
-            if folder.name in self.good:
+            if folder.name in self.undamaged:
                 with name_in_errors(folder):
                     check_files(folder)
             else:
                 verify(folder)
         except CheckpointError as error:
             log().warning("%s; this checkpoint is not counted in checkpoint.keep", error)
-            self.good.discard(folder.name)
+            self.undamaged.discard(folder.name)
             return False
-        self.good.add(folder.name)
+        self.undamaged.add(folder.name)
         return True
 
 

@@ -36,49 +36,55 @@ def written_rows(
         file: name of this rank's file in the checkpoint.
         equal_ranks: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
     """
-    entries, written = {}, {}
-    for number, name in enumerate(sorted(tensors)):
+    entries, values_to_write = {}, {}
+    for tensor_number, name in enumerate(sorted(tensors)):
         first, values = held_rows(tensors[name])
-        replica, replicas = replica_of(tensors[name], equal_ranks)
-        if not values.ndim:  # each scalar is written by one rank; `number` distributes the scalars over the ranks
-            begin, end = 0, int(number % replicas == replica)
+        copy_number, num_copies = replica_of(tensors[name], equal_ranks)
+        if not values.ndim:
+            # each scalar is written by one rank; `tensor_number` distributes the scalars over the ranks
+            begin, end = 0, int(tensor_number % num_copies == copy_number)
         else:
-            begin, end = (first + len(values) * n // replicas for n in (replica, replica + 1))
+            begin, end = (first + len(values) * n // num_copies for n in (copy_number, copy_number + 1))
             values = values[begin - first : end - first]
         if begin < end:
             rows = RowRange(file, begin, end, local_columns(tensors[name]))
             entries[name] = TensorEntry(values.dtype, tuple(tensors[name].shape), (rows,))
-            written[name] = values
-    return entries, written
+            values_to_write[name] = values
+    return entries, values_to_write
 
 
 def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same part of a tensor. A tensor that
-    is not a DTensor is held by all ranks that have the same tensors. If the mesh of a DTensor does not contain all of
-    these, other meshes of the same form hold copies of the tensor.
+    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same part of a tensor.
 
-    `equal_ranks` is (i, n): this rank is number i of the n consecutive ranks with the same tensors; None: all have.
+    A tensor that is not a DTensor is whole on every rank that has it. A DTensor may have several meshes of the same
+    form, each with a copy: of 8 ranks, ranks 0 to 3 and ranks 4 to 7 may each shard it over a mesh of four. Then 2
+    ranks hold each part, and rank 5 is number 1 of those that hold the second part. Dimensions of the mesh that
+    replicate the tensor multiply the number of copies.
+
+    Args:
+        equal_ranks: (i, n): this rank is number i of the n consecutive ranks that have tensors of the same names (the
+            same stages of the model); None: all ranks have.
     """
-    index, size = equal_ranks or rank_and_size()
+    index, num_ranks = equal_ranks or rank_and_size()
     if not isinstance(tensor, DTensor):
-        return index, size
+        return index, num_ranks
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     first = rank_and_size()[0] - index
-    number, count = copy_of_mesh(tuple((tensor.device_mesh.mesh.flatten() - first).tolist()), size)
-    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+    number, count = copy_of_mesh(tuple((tensor.device_mesh.mesh.flatten() - first).tolist()), num_ranks)
+    for place, length, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if isinstance(placement, Replicate):
-            number, count = number * size + place, count * size
+            number, count = number * length + place, count * length
         else:
-            is_box = isinstance(placement, (Shard, _StridedShard)) and placement.dim in (0, 1)
-            assert is_box, f"{placement} does not shard rows or columns"
+            shards_rows_or_columns = isinstance(placement, (Shard, _StridedShard)) and placement.dim in (0, 1)
+            assert shards_rows_or_columns, f"{placement} does not shard rows or columns"
     return number, count
 
 
 @functools.cache
 def copy_of_mesh(ranks: tuple[int, ...], size: int) -> tuple[int, int]:
-    """`size` ranks are divided into n meshes, each of which has the given ranks plus a constant. Return (i, n), where i
-    is the index of the mesh with the given ranks."""
+    """Return (i, n), if ranks 0 to `size` - 1 are divided into n meshes of the same form: i is the index of the mesh
+    that has the given ranks. Each mesh has the ranks of the first one plus a constant."""
     offsets = [rank - min(ranks) for rank in ranks]
     begins: list[int] = []
     covered: set[int] = set()

@@ -17,7 +17,7 @@ from llava_fsdp.checkpoint.safetensors_stream import CODES, DTYPES, LARGEST_DIME
 from llava_fsdp.model.adapters.lora_files import FOLDER as ADAPTER_FOLDER
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import small_json
-from llava_fsdp.runtime.files.digests import Digest, sealed, unsealed
+from llava_fsdp.runtime.files.digests import Digest, with_digest, without_digest
 
 FORMAT = 6
 MANIFEST_FILE = "manifest.json"
@@ -51,6 +51,7 @@ class TensorEntry:
 
     @property
     def rows(self) -> int:
+        """Number of rows; a scalar counts as one."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -80,6 +81,7 @@ class Manifest:
 
 
 def rank_file(rank: int) -> str:
+    """Return the name of the file with the tensors that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -101,7 +103,7 @@ def render(manifest: Manifest) -> bytes:
         },
     }
     lines = ",\n".join(f"{json.dumps(key)}: {one_item_per_line(value)}" for key, value in values.items())
-    return sealed(b"{" + lines.encode())
+    return with_digest(b"{" + lines.encode())
 
 
 def one_item_per_line(value: Any) -> str:
@@ -113,20 +115,20 @@ def one_item_per_line(value: Any) -> str:
 def parse(content: bytes) -> Manifest:
     """Parse a manifest and check that it is consistent. Raises CheckpointError, and no other error, for any invalid
     content."""
-    body = unsealed(content)
+    body = without_digest(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
     try:
-        values = small_json.parse(body + b"}")  # `unsealed` has cut the closing brace off with the digest
+        values = small_json.parse(body + b"}")  # `without_digest` has cut the closing brace off with the digest
         if (version := values["format"]) != FORMAT:
-            newer = isinstance(version, int) and version > FORMAT
-            cure = "update llava_fsdp" if newer else "the version that wrote it continues and exports it"
+            is_newer = isinstance(version, int) and version > FORMAT
+            cure = "update llava_fsdp" if is_newer else "the version that wrote it continues and exports it"
             raise CheckpointError(
                 f"it has format {version}, and this version of llava_fsdp reads format {FORMAT}: {cure}"
             )
         files = {parse_file_name(name): parse_digest(entry) for name, entry in values["files"].items()}
-        holders = set(filter(RANK_FILE.fullmatch, files))
-        tensors = {name: parse_entry(name, entry, holders) for name, entry in values["tensors"].items()}
+        tensor_files = set(filter(RANK_FILE.fullmatch, files))
+        tensors = {name: parse_entry(name, entry, tensor_files) for name, entry in values["tensors"].items()}
         manifest = Manifest(parse_size(values["step"]), files, tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} cannot be understood: {type(error).__name__}: {error}") from error
@@ -137,13 +139,13 @@ def parse(content: bytes) -> Manifest:
     return manifest
 
 
-def parse_entry(name: str, values: dict[str, Any], holders: set[str]) -> TensorEntry:
-    """Parse the entry of a tensor. 1,024 ranks write a million ranges of rows of a 7B model, which take seconds.
-    `holders` are the files with tensors. Raises CheckpointError, ValueError, TypeError or KeyError if something is
-    invalid."""
+def parse_entry(name: str, values: dict[str, Any], tensor_files: set[str]) -> TensorEntry:
+    """Parse the manifest's entry of the tensor `name`. `tensor_files` are the files with tensors. It is written for
+    speed: 1,024 ranks write a million ranges of rows of a 7B model. Raises CheckpointError, ValueError, TypeError or
+    KeyError if something is invalid."""
     ranges = []
     for file, begin, end, *columns in values["pieces"]:
-        if file not in holders:
+        if file not in tensor_files:
             raise CheckpointError(
                 f"{MANIFEST_FILE}: rows of {name} lie in {str(file)[:50]!r}, which is no file of tensors that it lists"
             )
@@ -196,13 +198,13 @@ def require_coverage(name: str, entry: TensorEntry) -> None:
 def require_run(what: str, ranges: list[tuple[int, int]], size: int) -> None:
     """Raise CheckpointError unless ranges [begin, end) follow one another from 0 to `size`. The message begins with
     `what`."""
-    reached = 0
+    end_so_far = 0
     for begin, end in ranges:
         if end <= begin:
             raise CheckpointError(f"{what} {begin} to {end} of {size} are an empty range")
-        if begin != reached:
-            kind = "twice, or not in order" if begin < reached else "nowhere, or not in order"
-            raise CheckpointError(f"{what} at {min(begin, reached)} of {size} are {kind}")
-        reached = end
-    if reached != size:
-        raise CheckpointError(f"{what} {reached} to {size} are in no file")
+        if begin != end_so_far:
+            kind = "twice, or not in order" if begin < end_so_far else "nowhere, or not in order"
+            raise CheckpointError(f"{what} at {min(begin, end_so_far)} of {size} are {kind}")
+        end_so_far = end
+    if end_so_far != size:
+        raise CheckpointError(f"{what} {end_so_far} to {size} are in no file")

@@ -18,7 +18,7 @@ from llava_fsdp.runtime.errors import CheckpointError
 
 Columns = tuple[int, int] | None
 """Range of columns (indices of dimension 1) of a tensor; None: all."""
-Described = tuple[torch.dtype, tuple[int, ...]]
+DTypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 LARGE_ROW = 1 << 16
 """Bytes. From a row that is at least as large, the wanted columns are read alone. Smaller rows are read whole, because
@@ -29,33 +29,38 @@ WEIGHT_PREFIX = "model."
 
 @torch.no_grad()
 def load(
-    checkpoint: Checkpoint, into: dict[str, torch.Tensor], elsewhere: Mapping[str, Described] | None = None
+    checkpoint: Checkpoint, into: dict[str, torch.Tensor], elsewhere: Mapping[str, DTypeAndShape] | None = None
 ) -> None:
     """Fill tensors with the values in a checkpoint. Only the rows that this rank holds are read and, from large rows,
     only the columns that it holds.
 
-    `elsewhere` describes the tensors that only other ranks have. Together with `into` they must have the names, shapes
-    and dtypes of the checkpoint's tensors. Raises CheckpointError if they have not, or a file cannot be read.
+    Args:
+        into: the tensors that this rank has a part of, by name.
+        elsewhere: dtype and shape of the tensors that only other ranks have, by name.
+
+    Raises:
+        CheckpointError: the tensors of both have other names, shapes or dtypes than those of the checkpoint, or a file
+            cannot be read.
     """
     with name_in_errors(checkpoint.folder):
         targets = {name: (*held_rows(tensor), local_columns(tensor)) for name, tensor in into.items()}
-        require_same_tensors(checkpoint.manifest, {**(elsewhere or {}), **described(into)})
+        require_same_tensors(checkpoint.manifest, {**(elsewhere or {}), **described_tensors(into)})
         fill(checkpoint.folder, checkpoint.manifest.tensors, targets)
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
+def described_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, DTypeAndShape]:
     """Return dtype and shape of each tensor as a checkpoint has it, by name."""
     return {name: (local(tensor).dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def require_same_tensors(manifest: Manifest, expected: dict[str, Described]) -> None:
+def require_same_tensors(manifest: Manifest, expected: dict[str, DTypeAndShape]) -> None:
     """Raise CheckpointError, naming a tensor, unless a checkpoint's tensors have exactly the expected names, shapes and
     dtypes: no tensor may be cast, truncated or skipped."""
     differing = sorted(manifest.tensors.keys() ^ expected.keys())
     if differing:
         name = differing[0]
-        has, lacks = ("it", "this run") if name in manifest.tensors else ("this run", "it")
-        raise CheckpointError(f"{len(differing)} tensors differ: {has} has {name}, and {lacks} has not")
+        owner, other = ("it", "this run") if name in manifest.tensors else ("this run", "it")
+        raise CheckpointError(f"{len(differing)} tensors differ: {owner} has {name}, and {other} has not")
     for name, (dtype, shape) in expected.items():
         entry = manifest.tensors[name]
         if entry.shape != shape:
@@ -72,18 +77,18 @@ def fill(
     `targets` has, by tensor name, the index of the first row to read, the tensor to fill [rows, ...], and the columns
     to read.
     """
-    by_file: dict[str, list[tuple[str, RowRange]]] = {}
+    by_file: dict[str, list[tuple[str, RowRange]]] = {}  # {file: (tensor, rows of it in the file) to read}
     for name, (first, values, columns) in targets.items():
         last, entry = first + (len(values) if values.ndim else 1), entries[name]
         for rows in entry.ranges:
             left, right = overlap(entry.columns_of(rows), columns)
             if max(rows.begin, first) < min(rows.end, last) and left < right:
                 by_file.setdefault(rows.file, []).append((name, rows))
-    for file, wanted in sorted(by_file.items()):
+    for file, ranges in sorted(by_file.items()):
         descriptor = open_file(folder / file)
         try:
             header = read_header(descriptor, file)
-            for name, rows in wanted:
+            for name, rows in ranges:
                 first, values, columns = targets[name]
                 begin, end = max(rows.begin, first), min(rows.end, first + (len(values) if values.ndim else 1))
                 entry, file_columns = entries[name], entries[name].columns_of(rows)
@@ -103,16 +108,19 @@ def fill(
                         skipped = row * row_bytes + (left - file_columns[0]) * column_bytes
                         read_rows(descriptor, file, place + skipped, part)
                     continue
-                read = torch.empty(end - begin, *shape[1:], dtype=entry.dtype)
-                read_rows(descriptor, file, place, read)
-                target.copy_(read[:, left - file_columns[0] : right - file_columns[0]])
+                whole_rows = torch.empty(end - begin, *shape[1:], dtype=entry.dtype)
+                read_rows(descriptor, file, place, whole_rows)
+                target.copy_(whole_rows[:, left - file_columns[0] : right - file_columns[0]])
         finally:
             os.close(descriptor)
 
 
 def overlap(file_columns: tuple[int, int], columns: Columns) -> tuple[int, int]:
-    """Return the range of columns that are in both ranges."""
-    return file_columns if columns is None else (max(file_columns[0], columns[0]), min(file_columns[1], columns[1]))
+    """Return the range [begin, end) of the columns that are in a file and among the wanted `columns`. If there are
+    none, its end is not above its begin."""
+    if columns is None:
+        return file_columns
+    return max(file_columns[0], columns[0]), min(file_columns[1], columns[1])
 
 
 @dataclass(frozen=True)

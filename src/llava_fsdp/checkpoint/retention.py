@@ -55,22 +55,26 @@ def delete_temporary(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(
-    parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
+def delete_old(
+    parent: Path,
+    keep: int,
+    keep_every: int | None,
+    is_undamaged: Callable[[Path], bool],
+    reached_point: Callable[[str], None],
 ) -> None:
     """Delete old checkpoints. These are kept: the newest `keep` undamaged checkpoints, all damaged checkpoints that are
-    newer than the oldest of them, and those at multiples of `keep_every` steps, if it is set. After each deletion `at`
-    is called with "one deleted", for tests, which end the process there."""
-    good = 0
+    newer than the oldest of them, and those at multiples of `keep_every` steps, if it is set. After each deletion
+    `reached_point` is called with "one deleted", for tests, which end the process there."""
+    undamaged = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)
         assert step is not None
-        if good >= keep:
+        if undamaged >= keep:
             if keep_every is None or step % keep_every:
                 delete(folder)
-                at("one deleted")
-        elif is_good(folder):
-            good += 1
+                reached_point("one deleted")
+        elif is_undamaged(folder):
+            undamaged += 1
 
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
@@ -80,14 +84,14 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
     if not present:
         return
     number = 1
-    while (kept := output / f"old-{number}").exists():
+    while (folder := output / f"old-{number}").exists():
         number += 1
-    kept.mkdir(mode=0o700)  # `parents=True` below would give it other permissions
+    folder.mkdir(mode=0o700)  # `parents=True` below would give it other permissions
     for path in present:
-        target = kept / path.relative_to(output)
+        target = folder / path.relative_to(output)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.rename(path, target)
-    log().info("what this run does not continue from is now in %s: %s", kept, ", ".join(p.name for p in present))
+    log().info("what this run does not continue from is now in %s: %s", folder, ", ".join(p.name for p in present))
 
 
 def set_aside_later(output: Path, folder: Path, step: int) -> None:

@@ -49,6 +49,7 @@ class TensorPlace:
 
 
 def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of a tensor's data."""
     return math.prod(shape) * dtype.itemsize
 
 
@@ -57,14 +58,14 @@ def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> 
     and shape. Also return the tensors' names in the order of their data: wide dtypes first, so that all data is
     aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:
         dtype, shape = tensors[name]
         end = offset + size_of(dtype, shape)
-        described[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, order
 
@@ -87,18 +88,18 @@ def write_tensors(
         OSError: the file cannot be written.
     """
     head, order = build_header(tensors)
-    digest, written, flushed = xxh3_128(), 0, 0
+    digest, written, sent_to_disk = xxh3_128(), 0, 0
     with new_file(path) as descriptor:
         for chunk in chunks(head, order, read):
-            digested = hasher.submit(digest.update, chunk)
+            digest_task = hasher.submit(digest.update, chunk)
             try:
                 write_all(descriptor, chunk)
             finally:
-                digested.result()  # also after an error, because the caller may then overwrite the buffer
+                digest_task.result()  # also after an error, because the caller may then overwrite the buffer
             written += len(chunk)
-            if written - flushed >= WRITEBACK:
-                begin_writing(descriptor, flushed, written - flushed)
-                flushed = written
+            if written - sent_to_disk >= WRITEBACK:
+                begin_writing(descriptor, sent_to_disk, written - sent_to_disk)
+                sent_to_disk = written
     return Digest(written, digest.hexdigest())
 
 
@@ -164,9 +165,9 @@ def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
     if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
         raise CheckpointError(f"{name} is no safetensors file: {size} bytes with a header of {length}")
     try:
-        described = json.loads(os.pread(descriptor, length, 8))
-        described.pop("__metadata__", None)
-        places = {key: parse_place(values, 8 + length) for key, values in described.items()}
+        entries = json.loads(os.pread(descriptor, length, 8))
+        entries.pop("__metadata__", None)
+        places = {key: parse_place(values, 8 + length) for key, values in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name} has no header that safetensors could read: {error}") from error
     end = 8 + length
@@ -179,27 +180,29 @@ def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
     return places
 
 
-def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
-    begin, end = described["data_offsets"]
-    shape = described["shape"]
+def parse_place(entry: dict[str, Any], base: int) -> TensorPlace:
+    """Parse a tensor's entry in a header, of which offsets count from byte `base` of the file. Raise ValueError,
+    TypeError or KeyError if it is invalid."""
+    begin, end = entry["data_offsets"]
+    shape = entry["shape"]
     numbers = [begin, end, *shape]
     if not all(type(n) is int and 0 <= n < LARGEST_DIMENSION for n in numbers):
         raise ValueError(f"{numbers} are not sizes")
-    return TensorPlace(DTYPES[described["dtype"]], tuple(shape), base + begin, base + end)
+    return TensorPlace(DTYPES[entry["dtype"]], tuple(shape), base + begin, base + end)
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
     """Fill a tensor on any device with the bytes of an open file from the offset `begin` on. Raises CheckpointError,
     which names the file `name`, if the file ends before the tensor is full."""
-    direct = into.device.type == "cpu" and into.is_contiguous()
-    flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)
+    into_tensor_memory = into.device.type == "cpu" and into.is_contiguous()
+    flat = into.detach().reshape(-1) if into_tensor_memory else torch.empty(into.numel(), dtype=into.dtype)
     if not flat.numel():
         return
-    memory, done = as_bytes(flat), 0
-    while done < len(memory):
-        count = os.preadv(descriptor, [memory[done : done + (CHUNK << 3)]], begin + done)
+    memory, num_read = as_bytes(flat), 0
+    while num_read < len(memory):
+        count = os.preadv(descriptor, [memory[num_read : num_read + (CHUNK << 3)]], begin + num_read)
         if not count:
             raise CheckpointError(f"{name} ends before byte {begin + len(memory)}")
-        done += count
-    if not direct:
+        num_read += count
+    if not into_tensor_memory:
         into.detach().copy_(flat.view(into.shape))

@@ -28,9 +28,9 @@ from llava_fsdp.runtime.files.durable_files import make_folder, require_room
 from llava_fsdp.runtime.files.run_dir import step_of
 from llava_fsdp.runtime.text.log import log
 
-TIMEOUT = timedelta(seconds=1800)
+SAVE_TIMEOUT = timedelta(seconds=1800)
 """Timeout of the process group for saves: the longest time that the disk of the slowest rank may take."""
-MARGIN = 1.2
+ROOM_FACTOR = 1.2
 """The free disk space that is required at the start of a run, as a multiple of the bytes of a checkpoint's tensors."""
 
 
@@ -60,16 +60,16 @@ class Saver:
         parent: Path,
         cfg: CheckpointConfig,
         state: SavedState,
-        good: Collection[Path] = (),
-        at: Callable[[str], None] = lambda point: None,
+        undamaged: Collection[Path] = (),
+        reached_point: Callable[[str], None] = lambda point: None,
         adapter_folder: AdapterCopy | None = None,
     ):
         """Create the folder of the checkpoints, start the threads that write them, and allocate the buffers for copies
         of the state.
 
         Args:
-            good: folders of checkpoints that are known to be undamaged.
-            at: for tests, called with the name of each point that a save reaches (listed in `commit.py`).
+            undamaged: folders of checkpoints that are known to be undamaged.
+            reached_point: for tests, called with the name of each point that a save reaches (listed in `commit.py`).
             adapter_folder: how a folder with LoRA adapters is written into each checkpoint. None if the model has no
                 adapters, and on ranks other than 0.
 
@@ -79,29 +79,32 @@ class Saver:
         self.cfg, self.state = cfg, state
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[assignment]
+            self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)  # type: ignore[assignment]
         _, values = self.rows_to_write()
         nbytes = sum(value.nbytes for value in values.values())
-        needed = sum(gathered(nbytes + (adapter_folder.nbytes if adapter_folder is not None else 0), self.group))
-        on_first_rank(lambda: prepare_folder(parent, needed), f"{parent} cannot be written to", self.group)
+        needed_bytes = sum(gathered(nbytes + (adapter_folder.nbytes if adapter_folder is not None else 0), self.group))
+        on_first_rank(lambda: prepare_folder(parent, needed_bytes), f"{parent} cannot be written to", self.group)
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.writer = ThreadPoolExecutor(
             1, "checkpoint", initializer=use_device, initargs=(device_of(values.values()),)
         )
-        known = {folder.name for folder in good}
-        self.committer = Committer(parent, cfg, self.group, self.hasher, needed, at, adapter_folder, known)
+        undamaged_names = {folder.name for folder in undamaged}
+        self.committer = Committer(
+            parent, cfg, self.group, self.hasher, needed_bytes, reached_point, adapter_folder, undamaged_names
+        )
         self.snapshot: Snapshot | None = None
-        self.touched: Future[None] = Future()
-        self.under_way: Future[Path] | None = None
+        self.pages_written: Future[None] = Future()
+        """The task that writes to every page of the snapshot's buffers."""
+        self.current_save: Future[Path] | None = None
         """The save that has begun last, until `wait` is called."""
         self.error: LlavaFsdpError | None = None
         """The error of a save that has failed, which ends the run."""
         self.forgiven: CheckpointError | None = None
         """The error of the last save, if it has failed and `checkpoint.on_save_error=warn` lets the run continue."""
-        self.saved_step = max((step_of(folder) or 0 for folder in good), default=None)
+        self.saved_step = max((step_of(folder) or 0 for folder in undamaged), default=None)
         if cfg.asynchronous and not state.in_place and fits(nbytes, self.group):
             self.snapshot = Snapshot(values)
-            self.touched = self.writer.submit(self.snapshot.touch)
+            self.pages_written = self.writer.submit(self.snapshot.touch)
 
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
         """Return what `layout.written_rows` returns for this rank."""
@@ -110,8 +113,10 @@ class Saver:
     @property
     def failed(self) -> bool:
         """Whether this rank knows that saving a checkpoint has failed. Ranks may find this out at different times."""
-        ended = self.under_way if self.under_way is not None and self.under_way.done() else None
-        return self.error is not None or (ended is not None and self.is_serious(ended.exception()))
+        if self.error is not None:
+            return True
+        save = self.current_save
+        return save is not None and save.done() and self.ends_run(save.exception())
 
     def save(self) -> None:
         """Save the run's current state as a checkpoint, in the background if possible, unless this step is already
@@ -129,18 +134,19 @@ class Saver:
         entries, values = self.rows_to_write()
         self.saved_step = facts["step"]  # `wait` resets it if the save fails
         if self.snapshot is None:
-            self.under_way = self.writer.submit(self.committer.write, facts, entries, values)
+            self.current_save = self.writer.submit(self.committer.write, facts, entries, values)
             self.raise_if_failed()
         else:
             snapshot = self.snapshot
-            self.touched.result()  # `touch` must no longer write into the buffers
+            self.pages_written.result()  # `touch` must no longer write into the buffers
             snapshot.begin()
 
             def write() -> Path:
+                """Copy the state, and write the checkpoint from the copy. Runs in the thread `writer`."""
                 snapshot.fill(values)
-                return self.committer.write(facts, entries, snapshot.ready())
+                return self.committer.write(facts, entries, snapshot.wait_for_copies())
 
-            self.under_way = self.writer.submit(write)
+            self.current_save = self.writer.submit(write)
 
     def before_update(self) -> None:
         """Wait until the copy of the state is complete. To be called before the optimizer changes the state."""
@@ -150,15 +156,15 @@ class Saver:
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete or has failed. An error is recorded and not
         raised."""
-        if self.under_way is None:
+        if self.current_save is None:
             return
-        error = self.under_way.exception()
-        self.under_way = None
+        error = self.current_save.exception()
+        self.current_save = None
         self.forgiven = None
         if error is None:
             return
         self.saved_step = None
-        if not self.is_serious(error):
+        if not self.ends_run(error):
             assert isinstance(error, CheckpointError)
             self.forgiven = error
             if rank_and_size()[0] == 0:
@@ -169,11 +175,11 @@ class Saver:
             self.error = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
             self.error.__cause__ = error
 
-    def is_serious(self, error: BaseException | None) -> bool:
+    def ends_run(self, error: BaseException | None) -> bool:
         """Return whether an error of a save must end the run. With `checkpoint.on_save_error=warn`, a full disk lets
         the run continue; weights that are not finite and lost ranks end the run."""
-        forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
-        return error is not None and not forgiven
+        is_forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
+        return error is not None and not is_forgiven
 
     def reset_saved_step(self) -> None:
         """Forget which step was saved last, and the error of a failed save. To be called when the run's folder was
@@ -202,13 +208,13 @@ class Saver:
             raise self.error
 
 
-def prepare_folder(parent: Path, needed: int) -> None:
-    """Create the folder of the checkpoints, and check that it is writable and has room for another one of `needed`
-    bytes. Called on rank 0."""
+def prepare_folder(parent: Path, needed_bytes: int) -> None:
+    """Create the folder of the checkpoints, and check that it is writable and has room for another one of
+    `needed_bytes` bytes. Called on rank 0."""
     make_folder(parent)
     restore_replaced(parent)  # a run that continues from another folder has not done this for its own folder yet
     delete_temporary(parent)
     probe = parent / "writable.tmp"
     probe.write_bytes(b"")
     probe.unlink()
-    require_room(parent, int(needed * MARGIN))
+    require_room(parent, int(needed_bytes * ROOM_FACTOR))

@@ -47,10 +47,10 @@ class Snapshot:
                 raise OutOfMemory(NO_ROOM.format(room / 2**30)) from error
         self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
-        self.updated = torch.cuda.Event() if self.on_gpu else None  # the last update before the copy is done
-        self.copied = torch.cuda.Event() if self.on_gpu else None  # the copy is done
-        self.filled = threading.Event()  # set if no copy has still to be queued (on a CPU: to be made)
-        self.filled.set()
+        self.last_update = torch.cuda.Event() if self.on_gpu else None  # the last update before the copy is done
+        self.copy_done = torch.cuda.Event() if self.on_gpu else None  # the copy is done
+        self.copy_queued = threading.Event()  # set if no copy has still to be queued (on a CPU: to be made)
+        self.copy_queued.set()
 
     def touch(self) -> None:
         """Write to every memory page of the buffers. Otherwise the first copy would wait for the system to provide the
@@ -60,38 +60,38 @@ class Snapshot:
 
     def begin(self) -> None:
         """Mark the tensors as ready to be copied. They must not change until `wait` returns."""
-        self.filled.clear()
-        if self.updated is not None:
-            self.updated.record()
+        self.copy_queued.clear()
+        if self.last_update is not None:
+            self.last_update.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors (by name) into the buffers. Called in the thread that writes checkpoints. On a GPU the copy
         runs on a side stream, after the optimizer's update that was queued before `begin` was called."""
         assert tensors.keys() == self.buffers.keys()
         try:
-            if self.stream is None or self.updated is None or self.copied is None:
+            if self.stream is None or self.last_update is None or self.copy_done is None:
                 for name, tensor in tensors.items():
                     self.buffers[name].copy_(tensor)
                 return
-            self.stream.wait_event(self.updated)
+            self.stream.wait_event(self.last_update)
             with torch.cuda.stream(self.stream):
                 for name, tensor in tensors.items():
                     self.buffers[name].copy_(tensor, non_blocking=True)
-                self.copied.record(self.stream)
+                self.copy_done.record(self.stream)
         finally:
-            self.filled.set()
+            self.copy_queued.set()
 
     def wait(self) -> None:
         """Wait until the tensors may change again. On a GPU the host waits only until the copies are queued, and the
         current CUDA stream waits until the copies are done."""
-        self.filled.wait()
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
+        self.copy_queued.wait()
+        if self.copy_done is not None:
+            torch.cuda.current_stream().wait_event(self.copy_done)
 
-    def ready(self) -> dict[str, torch.Tensor]:
+    def wait_for_copies(self) -> dict[str, torch.Tensor]:
         """Wait until the tensors are copied, and return the copies by tensor name."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.copy_done is not None:
+            self.copy_done.synchronize()
         return self.buffers
 
 
@@ -112,12 +112,12 @@ def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
     """Return whether host memory has room for the copies of all ranks, of which this one has `nbytes`; all ranks get
     the same result. Collective."""
     host = socket.gethostname()
-    needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
+    needed_on_host = sum(count for name, count in gathered((host, nbytes), group) if name == host)
     available = read_host().free
-    is_enough = all(gathered(needed <= SHARE * available, group))
+    is_enough = all(gathered(needed_on_host <= SHARE * available, group))
     if not is_enough:
         log().info(
             "checkpoints are written synchronously: a copy of the state does not fit into the memory of every host; "
-            "this one's takes %.1f GB of %.1f GB", needed / 1e9, available / 1e9,
+            "this one's takes %.1f GB of %.1f GB", needed_on_host / 1e9, available / 1e9,
         )  # fmt: skip
     return is_enough

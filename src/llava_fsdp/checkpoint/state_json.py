@@ -27,6 +27,7 @@ OWN_PARTS = ("loss", "projector")
 
 
 def render_facts(facts: dict[str, Any]) -> bytes:
+    """Return the content of `state.json`."""
     return json.dumps(facts, indent=1).encode() + b"\n"
 
 
@@ -44,8 +45,8 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
             for limit in facts["dynamic"]["limits"]:
                 if type(limit) is not list or [type(number) for number in limit] != [int] * 3:
                     raise TypeError("dynamic has a limit that is not a block's number, a size and a length")
-        own = [name for name in OWN_PARTS if name in facts["fingerprints"]]
-        require_types(facts["fingerprints"], dict.fromkeys([*FINGERPRINTS, *own], (str,)))
+        own_parts = [name for name in OWN_PARTS if name in facts["fingerprints"]]
+        require_types(facts["fingerprints"], dict.fromkeys([*FINGERPRINTS, *own_parts], (str,)))
         if not all(type(name) is str for name in facts["trainable"]):
             raise TypeError("trainable has an item that is not a name")
         if not all(type(number) is int for number in facts["broken"]):
@@ -57,19 +58,19 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
     return facts
 
 
-def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
-    """Raise KeyError or TypeError unless `found` has exactly the keys of `types`, with values of these types."""
-    wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
-    unknown = found.keys() - types.keys()
-    if wrong or unknown:
-        raise TypeError(f"{(wrong or sorted(unknown))[0]} is unknown or has the wrong type")
+def require_types(values: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
+    """Raise KeyError or TypeError unless `values` has exactly the keys of `types`, with values of these types."""
+    of_wrong_type = [key for key, allowed in types.items() if type(values[key]) not in allowed]
+    unknown = values.keys() - types.keys()
+    if of_wrong_type or unknown:
+        raise TypeError(f"{(of_wrong_type or sorted(unknown))[0]} is unknown or has the wrong type")
 
 
-def jsonable(value: Any) -> Any:
+def without_enums(value: Any) -> Any:
     """Return a copy in which enums in nested dicts and lists are replaced by their values, so that it can be written as
     JSON."""
     if isinstance(value, dict):
-        return {k: jsonable(v) for k, v in value.items()}
+        return {k: without_enums(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [jsonable(v) for v in value]
+        return [without_enums(v) for v in value]
     return value.value if isinstance(value, Enum) else value

@@ -45,7 +45,7 @@ def verify(folder: Path) -> Checkpoint:
     content; the message names the folder, the file and what is wrong."""
     with name_in_errors(folder):
         checkpoint = check_contents(folder)
-        digest_files(checkpoint, sorted(checkpoint.manifest.files))
+        check_digests(checkpoint, sorted(checkpoint.manifest.files))
     return checkpoint
 
 
@@ -55,7 +55,7 @@ def verify_together(folder: Path) -> Checkpoint:
     rank, size = rank_and_size()
     checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
-    on_all_ranks(name_in_errors(folder)(lambda: digest_files(checkpoint, names)), f"{folder} cannot be verified")
+    on_all_ranks(name_in_errors(folder)(lambda: check_digests(checkpoint, names)), f"{folder} cannot be verified")
     return checkpoint
 
 
@@ -93,12 +93,12 @@ def check_files(folder: Path) -> Manifest:
     manifest = parse(read_small(folder / MANIFEST_FILE, LARGEST))
     if any(name.startswith(f"{ADAPTER_FOLDER}/") for name in manifest.files):
         entries |= adapter_entries(entries.pop(ADAPTER_FOLDER, None))
-    missing = sorted(manifest.files.keys() - entries.keys())
-    if missing:
-        raise CheckpointError(f"{missing[0]} is missing")
-    foreign = sorted(entries.keys() - manifest.files.keys() - {MANIFEST_FILE})
-    if foreign:
-        raise CheckpointError(f"{foreign[0]!r} is no file of this checkpoint")
+    missing_names = sorted(manifest.files.keys() - entries.keys())
+    if missing_names:
+        raise CheckpointError(f"{missing_names[0]} is missing")
+    foreign_names = sorted(entries.keys() - manifest.files.keys() - {MANIFEST_FILE})
+    if foreign_names:
+        raise CheckpointError(f"{foreign_names[0]!r} is no file of this checkpoint")
     for name, expected in manifest.files.items():
         status = entries[name].stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
@@ -123,19 +123,20 @@ def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[st
     return entries
 
 
-def read_small(path: Path, largest: int) -> bytes:
-    """Return the content of a regular file. Raises CheckpointError if it has more than `largest` bytes or cannot be
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises CheckpointError if it has more than `most_bytes` bytes or cannot be
     opened."""
     descriptor = open_file(path)
     with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_size > largest:
-            raise CheckpointError(f"{path.name} has more than {largest} bytes, which is larger than any such file")
+        if os.fstat(descriptor).st_size > most_bytes:
+            raise CheckpointError(f"{path.name} has more than {most_bytes} bytes, which is larger than any such file")
         return file.read()
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
     """Check that every tensor file contains exactly the rows that the manifest lists for it. Raises CheckpointError,
     naming the file and the tensor, if not."""
+    # {file: {tensor: (dtype, shape of its rows in the file)}}
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
     }
@@ -144,18 +145,20 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
             if name in expected[rows.file]:
                 raise CheckpointError(f"{MANIFEST_FILE}: {rows.file} cannot hold two ranges of rows of {name}")
             expected[rows.file][name] = (entry.dtype, entry.shape_of(rows))
-    for file, wanted in expected.items():
+    for file, in_manifest in expected.items():
         descriptor = open_file(folder / file)
         try:
-            held = {name: (place.dtype, place.shape) for name, place in read_header(descriptor, file).items()}
+            in_file = {name: (place.dtype, place.shape) for name, place in read_header(descriptor, file).items()}
         finally:
             os.close(descriptor)
-        if held != wanted:
-            differing = sorted(n for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n))
+        if in_file != in_manifest:
+            names = in_file.keys() | in_manifest.keys()
+            differing = sorted(name for name in names if in_file.get(name) != in_manifest.get(name))
             raise CheckpointError(f"{file} does not hold {differing[0]} as {MANIFEST_FILE} says")
 
 
-def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
+def check_digests(checkpoint: Checkpoint, names: list[str]) -> None:
+    """Compute the digests of these files of a checkpoint; raise CheckpointError if one is not that in the manifest."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, checkpoint.folder, manifest=checkpoint.manifest), names))
 
@@ -182,25 +185,27 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
         CheckpointError: all checkpoints are damaged; with `strict`, the newest one is.
     """
 
-    def look() -> list[Path]:
+    def find_checkpoints() -> list[Path]:
+        """Return the checkpoints' folders, the newest first, after an interrupted save was undone."""
         restore_replaced(parent)
         return list_checkpoints(parent)[::-1]
 
-    return first_good(on_first_rank(look, f"cannot look for checkpoints in {parent}"), strict, verify_together)
+    folders = on_first_rank(find_checkpoints, f"cannot look for checkpoints in {parent}")
+    return first_undamaged(folders, strict, verify_together)
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
     """Return what `newest_together` returns. This runs in one process and changes nothing in the folder."""
-    return first_good(list_checkpoints(parent)[::-1], False, verify)
+    return first_undamaged(list_checkpoints(parent)[::-1], False, verify)
 
 
-def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-    """Return the first of these checkpoints that is undamaged; None if the list is empty.
+def first_undamaged(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
+    """Return the first undamaged checkpoint; None if there are no folders.
 
     Args:
-        folders: of checkpoints, the newest first.
-        strict: take no other one if the newest is damaged.
-        check: opens a checkpoint; raises CheckpointError if it is damaged.
+        folders: folders of checkpoints, the newest first.
+        strict: whether it is an error if the newest checkpoint is damaged.
+        check: opens and verifies a checkpoint; raises CheckpointError if it is damaged.
 
     Raises:
         CheckpointError: all are damaged; with `strict`, the newest one is.

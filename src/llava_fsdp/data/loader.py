@@ -20,8 +20,8 @@ from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.data.batching.sampler import Sampler, open_sampler
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.batching.tile_inputs import normalized
-from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
+from llava_fsdp.data.batching.tile_inputs import with_normalized_tiles
+from llava_fsdp.data.batching.workers import WorkerStatus, steps_from_workers
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
@@ -245,9 +245,9 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
             f"data.max_length={cfg.data.max_length} is above the {shape.max_length} tokens of the language model; "
             f"set data.max_length={shape.max_length} or less"
         )
-    if rule.most >= cfg.data.max_length:
+    if rule.most_tokens >= cfg.data.max_length:
         raise ConfigError(
-            f"data.max_length={cfg.data.max_length} has no room for an image of {rule.most} tokens; raise it"
+            f"data.max_length={cfg.data.max_length} has no room for an image of {rule.most_tokens} tokens; raise it"
         )
     if tokenizer_size > shape.vocab_size + has_padding_token(cfg):
         raise ConfigError(
@@ -277,9 +277,10 @@ class Loader:
     def num_micro_batches(self) -> int:
         """Number of micro-batches that each rank has in a full step, with one padded row per sample."""
         steps = self.steps
-        return steps.rounded(num_micro_batches(steps.global_batch_size, steps.world_size, steps.micro_batch_size))
+        needed = num_micro_batches(steps.global_batch_size, steps.world_size, steps.micro_batch_size)
+        return steps.round_micro_batches(needed)
 
-    def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
+    def steps_from(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
         """Yield this rank's part of each step from number `first` to the last. Before using a step, the caller must
         pass it to `agree`, which takes out the samples that any rank could not read. `give_up` is called about every
         second while waiting for a step; once it returns True, None is yielded and the iteration ends.
@@ -292,8 +293,8 @@ class Loader:
         if first < self.total_steps:  # fills caches before workers are forked, so that all workers share them
             self.steps.facts(first, self.steps.sampler.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
-        for step in from_workers(self.steps, numbers, self.status, self.data, pin_memory, give_up):
-            if isinstance(step, LlavaFsdpError):
+        for step in steps_from_workers(self.steps, numbers, self.status, self.data, pin_memory, give_up):
+            if isinstance(step, LlavaFsdpError):  # that a worker has caught and sent
                 raise step
             assert step is None or isinstance(step, Step)
             yield step
@@ -310,7 +311,7 @@ class Loader:
         self.broken |= new
         records = self.steps.records
         total = len(records.index)
-        wrong, budget = records.out + len(self.broken), self.data.budget(total)
+        wrong, budget = records.num_wrong + len(self.broken), self.data.budget(total)
         if new and wrong > budget:
             raise DataError(
                 f"{wrong} of {total} records are wrong, more than the {budget} of data.max_bad_records="
@@ -328,7 +329,7 @@ class Loader:
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """Return a copy of a micro-batch on the device, with its tiles normalised. A processor does it itself."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
-        return moved if self.table is None else replace(moved, images=normalized(moved.images, self.table))
+        return moved if self.table is None else replace(moved, images=with_normalized_tiles(moved.images, self.table))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:

@@ -57,19 +57,27 @@ class HeldOut:
     questions: list[HeldOutQuestion]
 
 
-def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutSampler:
-    """Make the sampler for sources with `counts` records, of which at most `limit` each, evenly spread, are used."""
+def held_out_sampler(counts: Sequence[int], limit: int | None, samples_per_step: int) -> HeldOutSampler:
+    """Make the sampler for data sources with `counts` records. A step has records of one source only, so that each
+    source gets a loss of its own.
+
+    Args:
+        limit: greatest number of records of a source that are used, evenly spread over it; None: all are.
+        samples_per_step: number of records in a step, of all ranks together. The last step of a source may have fewer.
+    """
     steps, first = [], 0
     for source, count in enumerate(counts):
         numbers = [first + n for n in spread(count, limit)]
-        steps += [(source, numbers[begin : begin + samples]) for begin in range(0, len(numbers), samples)]
+        steps += [
+            (source, numbers[begin : begin + samples_per_step]) for begin in range(0, len(numbers), samples_per_step)
+        ]
         first += count
     return HeldOutSampler(tuple(steps))
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """Return at most `most` numbers below `count`. They are evenly spaced, because the records of a file may be
-    sorted."""
+    """Return at most `most` numbers below `count` (None: all). They are evenly spaced, because the records of a file
+    may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]

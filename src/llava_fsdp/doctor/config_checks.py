@@ -39,8 +39,8 @@ def judge_paths(cfg: Config) -> Iterator[Finding]:
         return
     try:
         check_paths(cfg)
-        named = ", ".join(f"{key}={name}" for key, name in paths.items())
-        yield ok("places", named or "none: data and model are drawn")
+        shown_paths = ", ".join(f"{key}={name}" for key, name in paths.items())
+        yield ok("places", shown_paths or "none: data and model are drawn")
     except ConfigError as error:
         yield finding_of(Level.FAIL, "places", error)
 
@@ -108,9 +108,9 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
     """Yield a result only if a rank fits into an empty GPU, but not into what other processes leave. `free`: GPU index
     -> free bytes."""
     total = needs.row.bytes["total"]
-    tight = [index for index, count in free.items() if count < total <= needs.row.usable]
-    if tight:
-        rest = ", ".join(f"GPU {index}: {readable(free[index])}" for index in tight)
+    gpus_without_room = [index for index, count in free.items() if count < total <= needs.row.usable]
+    if gpus_without_room:
+        rest = ", ".join(f"GPU {index}: {readable(free[index])}" for index in gpus_without_room)
         result = f"a rank takes {readable(total)}, and other processes leave {rest}"
         yield fail("free memory", result, "end these processes; nvidia-smi lists them")
 
@@ -128,19 +128,19 @@ def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterato
     from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 
     kind, is_auto = "cuda" if devices else "cpu", cfg.precision.param_dtype is DType.auto
-    able = [device["bf16"] for device in devices] or [has_bf16]
-    settled, chosen = settle_precision(cfg, able, kind)
-    dtype = settled.precision.param_dtype
+    has_bf16_each = [device["bf16"] for device in devices] or [has_bf16]
+    settled_precision, chosen = settle_precision(cfg, has_bf16_each, kind)
+    dtype = settled_precision.precision.param_dtype
     if devices and not has_bf16 and dtype is DType.bf16:
-        first = able.index(False)
+        first = has_bf16_each.index(False)
         yield fail(
             "precision", f"bf16, which GPU {first} ({devices[first]['name']}) does not support", "precision=fp16"
         )
     elif devices and not has_bf16 and is_auto:
-        first = able.index(False)
+        first = has_bf16_each.index(False)
         result = f"{dtype.value}, as GPU {first} ({devices[first]['name']}) has no bf16"
         yield warn("precision", result, "precision=fp16, with a loss scale, is faster")
-    elif not devices and (slow := slow_dtype(settled, torch.device("cpu"), has_bf16)):
+    elif not devices and (slow := slow_dtype(settled_precision, torch.device("cpu"), has_bf16)):
         yield finding_of(Level.WARN, "precision", slow)
     else:
         where = devices[0]["name"] if devices else "the CPU"

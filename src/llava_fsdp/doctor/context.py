@@ -34,7 +34,7 @@ class DoctorContext:
         self.cfg = cfg
         self.is_missing = False
         """Whether a path that the configuration names does not exist."""
-        self.unreadable: str | None = None
+        self.unreadable_key: str | None = None
         """Key of a model part that cannot be read; memory is then not planned. None if all can be read."""
 
     @cached_property
@@ -115,7 +115,7 @@ class DoctorContext:
     @cached_property
     def known_needs(self) -> Needs | None:
         """`needs`; None if the prediction fails."""
-        if self.unreadable is not None:
+        if self.unreadable_key is not None:
             return None
         try:
             return self.needs

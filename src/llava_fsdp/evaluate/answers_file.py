@@ -102,22 +102,25 @@ class AnswersFile:
         try:
             row = json.loads(line)
             number, text, settings = row["metadata"]["number"], row["text"], dict(row["metadata"]["how"])
-            there = row["question_id"], row["prompt"], row["metadata"]["image"]
+            question_there = row["question_id"], row["prompt"], row["metadata"]["image"]
             question = self.by_number.get(number)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} has a line that this program has not written: {line[:100]!r}; {cure}") from error
         if settings != self.settings:
-            other = [f"{k}={settings.get(k)} there, {v} here" for k, v in self.settings.items() if settings.get(k) != v]
-            raise ConfigError(f"{path} was answered with other settings: {', '.join(other) or settings}; {cure}")
-        here = None if question is None else (question.id, question.prompt, list(question.images))
-        if there != here or not isinstance(text, str):
+            differences = [
+                f"{k}={settings.get(k)} there, {v} here" for k, v in self.settings.items() if settings.get(k) != v
+            ]
+            raise ConfigError(f"{path} was answered with other settings: {', '.join(differences) or settings}; {cure}")
+        question_here = None if question is None else (question.id, question.prompt, list(question.images))
+        if question_there != question_here or not isinstance(text, str):
+            prompt_there = str(question_there[1])[-100:]
             raise ConfigError(
-                f"{path} answers a question {number} (id {there[0]}, {str(there[1])[-100:]!r}) that is not among these "
-                f"{len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
+                f"{path} answers a question {number} (id {question_there[0]}, {prompt_there!r}) that is not "
+                f"among these {len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
             )
         return number, text
 
-    def pending(self) -> list[BenchmarkQuestion]:
+    def missing_questions(self) -> list[BenchmarkQuestion]:
         """Return the questions that this process must still answer."""
         share = self.questions[self.shard.rank :: self.shard.size]
         return [question for question in share if question.number not in self.texts]
@@ -130,7 +133,7 @@ class AnswersFile:
         return self.path.with_name(f"{self.path.name}.part-{self.shard.rank}-of-{self.shard.size}")
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
+    def open_for_writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
         """Context manager that yields a function which appends the answers to questions. An incomplete last line of the
         file is removed first.
 
@@ -181,11 +184,11 @@ class AnswersFile:
         Raises:
             CommunicationError: no process has written a new answer for `stall` seconds.
         """
-        since = time.monotonic()
+        last_answer_at = time.monotonic()
         while len(self.texts) < len(self.questions):
             if self.read_new():
-                since = time.monotonic()
-            elif time.monotonic() - since > stall:
+                last_answer_at = time.monotonic()
+            elif time.monotonic() - last_answer_at > stall:
                 missing = [n for n, question in enumerate(self.questions) if question.number not in self.texts]
                 raise CommunicationError(
                     f"no new answer for {stall:.0f} s, and {len(missing)} are missing, of ranks "

@@ -122,6 +122,7 @@ def open_shard(cfg: EvaluateConfig) -> QuestionShard:
 
 
 def asks_blank(cfg: EvaluateConfig) -> bool:
+    """Return whether the questions are also asked with blank images."""
     return cfg.task is Task.conversations if cfg.blank is None else cfg.blank
 
 
@@ -156,11 +157,11 @@ class BenchmarkAnswerer:
             model_id=Path(self.cfg.model.checkpoint).resolve().name,
             shard=self.shard,
         )
-        pending = file.pending()
+        pending = file.missing_questions()
         if file.texts and self.shard.rank == 0:
             log().info("%s has %d of %d answers; continuing", file.path, len(file.texts), len(self.questions))
         if pending:
-            with file.writing() as add:
+            with file.open_for_writing() as add:
                 for batch, texts in self.batches(pending, blank):
                     add(batch, texts)
         if self.shard.rank != 0:
@@ -198,28 +199,29 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
     Raises:
         ConfigError: `data.template` is not the template that the model was trained with.
     """
-    given, name = cfg.data.template, cfg.model.checkpoint
-    opened = open_model(name, given, cfg.data.image_aspect_ratio)
+    requested, name = cfg.data.template, cfg.model.checkpoint
+    opened = open_model(name, requested, cfg.data.image_aspect_ratio)
     source = opened.source
-    if given != AUTO and not same_template(given, source.template):
+    if requested != AUTO and not same_template(requested, source.template):
         raise ConfigError(
-            f"data.template={given}: {name} was trained with data.template={source.template}, and is asked with it; "
-            "leave data.template out"
+            f"data.template={requested}: {name} was trained with data.template={source.template}, and is asked with "
+            "it; leave data.template out"
         )
-    said = [f"{key}={value}" for key, value in source.prompting.items()]
-    log().info("%s is asked with %s", name, " and ".join(said))
+    settings = [f"{key}={value}" for key, value in source.prompting.items()]
+    log().info("%s is asked with %s", name, " and ".join(settings))
     return opened
 
 
-def same_template(given: str, trained: str) -> bool:
-    """Return whether two values of `data.template` mean the same template. `chat_template` in `given` equals any chat
-    template that comes with a model."""
-    if is_own(given) or is_own(trained):
-        return given == trained or (given == OWN and is_own(trained))
-    return template(given) == template(trained)
+def same_template(requested: str, trained: str) -> bool:
+    """Return whether two values of `data.template` mean the same template. `chat_template` in `requested` equals any
+    chat template that comes with a model."""
+    if is_own(requested) or is_own(trained):
+        return requested == trained or (requested == OWN and is_own(trained))
+    return template(requested) == template(trained)
 
 
 def with_paths(question: BenchmarkQuestion, folder: Path | RemoteFolder) -> Question:
+    """Return a question as the model is asked it, with its images: those in the record itself, others in `folder`."""
     files = [question.inline.get(name) or image_in(folder, name) for name in question.images]
     return Question(asking(question.system, question.text), files, question.where)
 
@@ -231,10 +233,10 @@ def model_digest(checkpoint: str) -> str:
     without one, the manifest of the newest checkpoint, which contains digests of the checkpoint's files; without a
     checkpoint, the adapter folder.
     """
-    given = Path(checkpoint)
-    checkpoints = list_checkpoints(given / FOLDER)
-    parts = [given / EXPORT, checkpoints[-1] if checkpoints else given, given / ADAPTER]
-    folder = next((p for p in parts if p.is_dir() and (p != given or (p / MANIFEST_FILE).is_file())), given)
+    path = Path(checkpoint)
+    checkpoints = list_checkpoints(path / FOLDER)
+    parts = [path / EXPORT, checkpoints[-1] if checkpoints else path, path / ADAPTER]
+    folder = next((p for p in parts if p.is_dir() and (p != path or (p / MANIFEST_FILE).is_file())), path)
     if not folder.is_dir():
         folder = resolve_model(checkpoint, "model.checkpoint")
     with reading(folder):

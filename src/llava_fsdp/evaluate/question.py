@@ -74,19 +74,19 @@ def check_unread(where: str, unread: str | None) -> None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
-def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
-    """Add the task's instruction (`SUFFIXES`) to every question as its last line. If `add` is false, log a message if
+def with_instruction(questions: list[BenchmarkQuestion], task: Task, adds: bool) -> list[BenchmarkQuestion]:
+    """Add the task's instruction (`SUFFIXES`) to every question as its last line. If `adds` is false, log a message if
     the first question lacks that line.
 
     Raises:
-        ConfigError: `add` is true, and a question ends with that line already.
+        ConfigError: `adds` is true, and a question ends with that line already.
     """
     suffix, first = SUFFIXES[task], questions[0]
-    if not add:
+    if not adds:
         if suffix not in first.prompt and env_rank() == 0:
             log().info('%s does not end with "%s", as the original\'s do; suffix=true adds it', first.where, suffix)
         return questions
-    has = next((q for q in questions if q.prompt.rstrip().endswith(suffix)), None)
-    if has is not None:
-        raise ConfigError(f'suffix=true: {has.where} ends with "{suffix}" already; set suffix=false')
+    already = next((q for q in questions if q.prompt.rstrip().endswith(suffix)), None)
+    if already is not None:
+        raise ConfigError(f'suffix=true: {already.where} ends with "{suffix}" already; set suffix=false')
     return [replace(q, prompt=f"{q.prompt}\n{suffix}", text=f"{q.text}\n{suffix}") for q in questions]

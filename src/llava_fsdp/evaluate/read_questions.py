@@ -36,7 +36,7 @@ from llava_fsdp.evaluate.question import (
     check_unread,
     image_names,
     with_image_tag,
-    with_suffix,
+    with_instruction,
 )
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.safe_load import LARGE, read_json
@@ -74,7 +74,7 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     if num_answered not in (0, len(questions)):
         first = next(q for q in questions if not q.references)
         raise DataError(f"{first.where} has no right answer, and {num_answered} others of {path} have; give it one")
-    return with_suffix(questions[: cfg.limit], cfg.task, cfg.suffix)
+    return with_instruction(questions[: cfg.limit], cfg.task, cfg.suffix)
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:

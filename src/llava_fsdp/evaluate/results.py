@@ -34,14 +34,16 @@ def mean_of(accuracy: Callable[[str, Sequence[str]], float]) -> Score:
 
 
 def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
-    picked = [scoring.named_choice(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
-    right = sum(choice == q.references[0] for q, choice in zip(questions, picked, strict=True))
-    return {"accuracy": right / len(questions), "right": right, "invalid": picked.count(None)}
+    chosen_letters = [
+        scoring.named_choice(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)
+    ]
+    right = sum(choice == q.references[0] for q, choice in zip(questions, chosen_letters, strict=True))
+    return {"accuracy": right / len(questions), "right": right, "invalid": chosen_letters.count(None)}
 
 
 def score_yes(questions: Questions, answers: Sequence[str]) -> Numbers:
-    said = [scoring.says_yes(text) for text in answers]
-    return scoring.score_yes_no(said, [q.references[0] == "yes" for q in questions])
+    says_yes = [scoring.says_yes(text) for text in answers]
+    return scoring.score_yes_no(says_yes, [q.references[0] == "yes" for q in questions])
 
 
 SCORES: dict[Task, Score] = {

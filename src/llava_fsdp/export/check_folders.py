@@ -19,8 +19,7 @@ from llava_fsdp.runtime.files.provenance import (
     NOTES,
     check_digests,
     check_folder,
-    checked_name,
-    digests,
+    digests_of_files,
     files_of,
     is_older,
     listed_digests,
@@ -28,6 +27,7 @@ from llava_fsdp.runtime.files.provenance import (
     read_bytes,
     read_notes,
     render,
+    require_relative,
 )
 from llava_fsdp.runtime.files.unfinished import EXPORT
 from llava_fsdp.runtime.text.humanize import readable
@@ -136,14 +136,14 @@ def accept(folder: Path, names: list[str]) -> None:
     chosen = [name for name in dict.fromkeys(names) if name != NOTES]
     for name in chosen:
         try:
-            checked_name(name)
+            require_relative(name)
         except ValueError as error:
             raise ConfigError(f"accept={name} is no file's path in {folder}") from error
         if name not in files and not (folder / name).is_file():
             raise ConfigError(f"accept={name}: {folder} has no such file, nor do its notes list one; give a path in it")
     try:
         kept = {name: digest for name, digest in files.items() if name not in chosen}
-        renewed = kept | digests(folder, [name for name in chosen if (folder / name).is_file()])
+        renewed = kept | digests_of_files(folder, [name for name in chosen if (folder / name).is_file()])
         mode = (folder / NOTES).stat().st_mode
         replace_file(folder / NOTES, render(notes, dict(sorted(renewed.items()))), 0o600, durable=True)
         (folder / NOTES).chmod(mode)

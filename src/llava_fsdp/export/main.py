@@ -69,8 +69,8 @@ def export(cfg: ConversionConfig) -> Path:
             f"format=peft: peft puts the adapters of source={cfg.source} on their base model as they are; leave it out "
             "to merge them"
         )
-    if opened.read is not None and cfg.verify and not isinstance(opened.source, WholeSource):
-        prove_reading(opened.source.model, opened.read, opened.source.image_tokens)
+    if opened.sources_without_adapters is not None and cfg.verify and not isinstance(opened.source, WholeSource):
+        prove_reading(opened.source.model, opened.sources_without_adapters, opened.source.image_tokens)
     if opened.adapted is not None and apart is None and cfg.verify:
         prove_merge(opened.adapted)
     sources = opened.sources if apart is None else apart.base

@@ -108,8 +108,8 @@ def prove_adapters(staged: Path, model: Llava, adapted: Adapted, rule: ImageToke
     if len(layers) != len(adapted.modules):
         raise ModelError(f"peft adapts {len(layers)} modules with {staged / FOLDER}, and not {len(adapted.modules)}")
     adapted_model, tiles = loaded.base_model.model.to(compute), micro.images["tiles"]
-    distant = distance(exported_logits(adapted_model, micro, tiles, sizes), expected)
-    log().info("logits with peft's adapters differ by %.2g of the largest logit, %s", distant.largest, distant)
-    wrong = distant.exceeds(compute, has_experts(model))
-    if wrong:
-        raise ModelError(f"{staged} was written, but with its adapters {wrong} from the source's")
+    difference = distance(exported_logits(adapted_model, micro, tiles, sizes), expected)
+    log().info("logits with peft's adapters differ by %.2g of the largest logit, %s", difference.largest, difference)
+    error = difference.exceeds(compute, has_experts(model))
+    if error:
+        raise ModelError(f"{staged} was written, but with its adapters {error} from the source's")

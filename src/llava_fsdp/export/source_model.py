@@ -83,15 +83,15 @@ class Opened:
         sources: stored values of every parameter; LoRA adapters are merged in them.
         folder: the folder that was opened.
         adapted: the model before its adapters are merged; None if it has no adapters.
-        read: stored values of every parameter without adapters, as the folders of `source.model.parts` have them; None
-            for a training, whose trained weights are in a checkpoint.
+        sources_without_adapters: stored values of every parameter without adapters, as the folders of
+            `source.model.parts` have them; None for a training, whose trained weights are in a checkpoint.
     """
 
     source: SourceModel | WholeSource
     sources: dict[str, Stored]
     folder: Path
     adapted: Adapted | None = None
-    read: dict[str, Stored] | None = None
+    sources_without_adapters: dict[str, Stored] | None = None
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
@@ -195,6 +195,8 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
 
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
+    """Return the configuration of the run that wrote a checkpoint, from the checkpoint's `facts`. Raise CheckpointError
+    if this version cannot read it."""
     try:
         node = OmegaConf.create(present_tree(facts["config"]))
         assert isinstance(node, DictConfig)
@@ -224,7 +226,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     adapter.check_changed(opened.tensors, f"the adapter of {folder}", "train it for more steps")
     adapted = Adapted(opened.lora, opened.modules, with_adapters(base_sources, opened))
     has_facts = (folder / "config.json").is_file() or notes
-    source = describe(folder if has_facts else Path(where), model, model_config, cfg)
+    source = describe_model(folder if has_facts else Path(where), model, model_config, cfg)
     return Opened(source, adapted.merged, folder, adapted, base_sources)
 
 
@@ -232,27 +234,30 @@ def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], wher
     """Raise ModelError if neither a LoRA adapter folder nor the adapter's base model has a projector: the export would
     have a random one. `where` is the base model's folder or hub name, for the message."""
     names = {without_base(name) for name in adapter_folder.tensors}
-    drawn = [
+    random_names = [
         name
         for name, source in base.items()
         if name.startswith((PROJECTOR_PREFIX, NEWLINE)) and name not in names and isinstance(source, Drawn)
     ]
-    if drawn:
+    if random_names:
         raise ModelError(
-            f"{adapter_folder.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors "
-            "(or .bin) is missing; copy it there, or give a whole LLaVA model with base=PATH"
+            f"{adapter_folder.folder} has no {random_names[0]}, and neither has {where}: "
+            "non_lora_trainables.safetensors (or .bin) is missing; copy it there, or give a whole LLaVA model with "
+            "base=PATH"
         )
 
 
 def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dict[str, Stored]:
     """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model. The
     tensors of the adapter folder replace or complete those of the base model."""
-    adapted = set(adapter_folder.modules)
-    beside = {without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)}
+    adapted_modules = set(adapter_folder.modules)
+    trained_beside = {
+        without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)
+    }
     sources: dict[str, Stored] = {}
     for name, source in base.items():
         module, _, kind = name.rpartition(".")
-        sources[f"{module}{BASE}{kind}" if module in adapted else name] = beside.get(name, source)
+        sources[f"{module}{BASE}{kind}" if module in adapted_modules else name] = trained_beside.get(name, source)
     return sources | {name: tensor for name, tensor in adapter_folder.tensors.items() if is_adapter(name)}
 
 
@@ -266,20 +271,26 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     check_artifacts(artifacts_of(parts, projector, model_config))
     model = build_architecture(parts, model_config, torch.float32)
     sources = find_weights(model, parts, model_config, projector, 0)
-    return Opened(describe(folder, model, model_config, cfg), sources, folder, read=sources)
+    return Opened(describe_model(folder, model, model_config, cfg), sources, folder, sources_without_adapters=sources)
 
 
-def describe(
+def describe_model(
     folder: Path, model: Architecture, model_config: ModelConfig, cfg: ConversionConfig
 ) -> SourceModel | WholeSource:
-    """Return a description of the LLaVA model, or of the whole model of transformers, in a folder. The weights of
-    `model` are not used."""
+    """Return what an export needs to know of the model in a folder besides its weights: a SourceModel for a LLaVA, a
+    WholeSource for a whole model of transformers. The weights of `model` are not used. What the model's training
+    recorded is read from the folder's notes (`llava_fsdp.json`), if it has them."""
     if isinstance(model, Llava):
         return source_of_folder(folder, model, model_config, cfg)
     notes = read_notes(folder)
-    special_tokens = choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder)
     assert model.parts.whole is not None
-    return WholeSource(model, model.parts.whole, notes.get("max_length"), special_tokens, history_in(notes))
+    return WholeSource(
+        model=model,
+        folder=model.parts.whole,
+        max_length=notes.get("max_length"),
+        special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
+        history=history_in(notes),
+    )
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:

@@ -42,15 +42,15 @@ class Migration:
     def lacks(self) -> list[str]:
         """What the user must still complete or correct before the command can start."""
         run = self.run
-        found = [f"{name} was not found: give it as another PATH" for name in run.missing]
-        found += lacking(run, self.decided)
+        lacking_parts = [f"{name} was not found: give it as another PATH" for name in run.missing]
+        lacking_parts += lacking(run, self.decided)
         if any(HOST in word for word in launcher(run)):
-            found.append(f"the address of the first machine: write it in place of {HOST}")
+            lacking_parts.append(f"the address of the first machine: write it in place of {HOST}")
         for row in self.rows:
             # flags of the original LLaVA that are not supported are only shown in the table
             if not row.known or (not run.launch.is_original and row.verdict is Verdict.unsupported):
-                found.append(f"{row.key}: {row.text}")
-        return found + ([f"llava_fsdp refuses the command: {self.refused}"] if self.refused else [])
+                lacking_parts.append(f"{row.key}: {row.text}")
+        return lacking_parts + ([f"llava_fsdp refuses the command: {self.refused}"] if self.refused else [])
 
     @property
     def cautions(self) -> list[str]:
@@ -73,6 +73,7 @@ class Migration:
 
 
 def migrate(run: SourceRun) -> Migration:
+    """Translate a training of another system."""
     decided = decide(run)
     kept = drop_defaults(decided)
     context = RuleContext(run, decided, frozenset(decided) - frozenset(kept))
@@ -86,17 +87,19 @@ def drop_defaults(decided: Overrides) -> Overrides:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
     groups = {key: decided[key] for key in GROUPS if key in decided and not has_choice(base, key, decided[key])}
-    rest = {k: v for k, v in decided.items() if k not in (*CHOICES, *GROUPS) and not has_value(base, k, v)}
-    kept = chosen | groups | rest
+    values = {k: v for k, v in decided.items() if k not in (*CHOICES, *GROUPS) and not has_value(base, k, v)}
+    needed = chosen | groups | values
     # the command line chooses model=own by itself where model.checkpoint is given
-    return {k: v for k, v in kept.items() if chosen.get("model") != "own" or k not in ("model", "model.language")}
+    return {k: v for k, v in needed.items() if chosen.get("model") != "own" or k not in ("model", "model.language")}
 
 
 def has_choice(base: DictConfig, group: str, choice: object) -> bool:
+    """Return whether a configuration already has the values of a file of a group, such as `sharding=zero3`."""
     return OmegaConf.select(base, group) == OmegaConf.load(config_dir() / group / f"{choice}.yaml")
 
 
 def has_value(base: DictConfig, key: str, value: object) -> bool:
+    """Return whether a configuration already has this value of a key."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else base
     return not OmegaConf.is_missing(node, name) and OmegaConf.select(base, key) == value
@@ -115,6 +118,7 @@ def refusal(kept: Overrides) -> str:
 
 
 def assignments(overrides: Mapping[str, object]) -> list[str]:
+    """Return overrides as words of a command line, `key=value`."""
     return [f"{key}={written(value)}" for key, value in overrides.items()]
 
 
@@ -125,8 +129,8 @@ def launcher(run: SourceRun) -> list[str]:
     words = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
     words += ["llava-fsdp", "train"]
     if ranks.nodes != 1:
-        address = flags.get("master_addr", run.launched("main_process_ip")) or HOST
-        port = flags.get("master_port", run.launched("main_process_port")) or "29500"
+        address = flags.get("master_addr", run.accelerate_value("main_process_ip")) or HOST
+        port = flags.get("master_port", run.accelerate_value("main_process_port")) or "29500"
         endpoint = str(flags.get("rdzv_endpoint") or f"{address}:{port}")
         words += ["--nnodes", str(ranks.nodes), "--rdzv-endpoint", endpoint]
     return [*words, "--nproc-per-node", str(ranks.per_node)]
@@ -135,9 +139,9 @@ def launcher(run: SourceRun) -> list[str]:
 def lines(words: list[str], width: int = 100) -> str:
     """Return a shell command as text, quoted, and broken at about `width` characters into lines that end in a
     backslash. Lines are only broken before overrides, which contain `=`."""
-    made = [""]
+    command_lines = [""]
     for word in map(shlex.quote, words):
-        if "=" in word and len(made[-1]) + len(word) >= width:
-            made.append("   ")
-        made[-1] += (" " if made[-1] else "") + word
-    return " \\\n".join(made)
+        if "=" in word and len(command_lines[-1]) + len(word) >= width:
+            command_lines.append("   ")
+        command_lines[-1] += (" " if command_lines[-1] else "") + word
+    return " \\\n".join(command_lines)

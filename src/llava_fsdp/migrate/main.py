@@ -37,7 +37,7 @@ format=json  print one JSON object
 The exit code is 2 where a printed command is not complete; lines that begin with "# incomplete" say why.
 """
 PARITY = "add compat=llava_v1_5 for the original's numbers exactly (its labels, order, pixels and mean of means)"
-COMPILED = (
+COMPILE_NOTE = (
     "compile=auto compiles blocks on CUDA, and the script does not say whether to; compile=false does not compile"
 )
 
@@ -71,7 +71,7 @@ def main() -> None:
             print(json.dumps({"runs": [as_json(migration) for migration in found]}, indent=1))
         else:
             for migration in found:
-                show(migration)
+                print_migration(migration)
     if any(migration.lacks for migration in found):
         sys.exit(ExitCode.USER)
 
@@ -144,8 +144,8 @@ def shown(row: TableRow, value: object) -> object:
     represent it."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
-    found = json_value(value)
-    return redact(found) if isinstance(found, str) else found
+    json_text = json_value(value)
+    return redact(json_text) if isinstance(json_text, str) else json_text
 
 
 def comment(text: str) -> str:
@@ -154,7 +154,7 @@ def comment(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 
-def show(migration: Migration) -> None:
+def print_migration(migration: Migration) -> None:
     """Print the command, remarks about it, and the table."""
     rows = migration.rows
     print(f"# {comment(migration.run.name)}")
@@ -169,7 +169,7 @@ def show(migration: Migration) -> None:
     if migration.run.launch.is_original:
         print(f"# {PARITY}")
     if "compile" not in migration.decided:
-        print(f"# {COMPILED}")
+        print(f"# {COMPILE_NOTE}")
     print()
     TextConsole(width=None if sys.stdout.isatty() else 140).print(table(rows))
     count = Counter(row.verdict for row in rows)
@@ -182,16 +182,21 @@ def show(migration: Migration) -> None:
 def table(rows: list[TableRow]) -> Table:
     """Return a table with a row for every key, grouped by the file that sets it. Long words are wrapped, and no text is
     cut off."""
-    made = Table()
-    for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
-        made.add_column(name, max_width=most, overflow="fold")
+    result = Table()
+    for name, max_width in {
+        "key": 60,
+        "value": 22,
+        "verdict": 13,
+        "what it becomes, or why nothing does": None,
+    }.items():
+        result.add_column(name, max_width=max_width, overflow="fold")
     source = ""
     for row in rows:
         if row.source != source:
-            made.add_section()
-            made.add_row(comment(row.source), style="bold")
+            result.add_section()
+            result.add_row(comment(row.source), style="bold")
             source = row.source
         value, resolved = (written(shown(row, v)) for v in (row.value, row.outcome.resolved))
         value = value if row.outcome.resolved is None else f"{value} = {resolved}"
-        made.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
-    return made
+        result.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
+    return result

@@ -24,7 +24,7 @@ from llava_fsdp.migrate.to_keys.keys import (
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
-MOST = 1000
+MOST_COMPARED = 1000
 """Maximum number of keys of a file for which similar names are searched. With more, this would take minutes."""
 DEFAULTS = {
     "gradient_clipping": "optim.clip",
@@ -72,42 +72,44 @@ def launcher_rows(context: RuleContext) -> list[TableRow]:
 def flag_rows(context: RuleContext) -> list[TableRow]:
     """Return the rows for the flags of the training program that the command gives."""
     run = context.run
-    near = run.table if len(run.flags) < MOST else ()
+    similar_from = run.table if len(run.flags) < MOST_COMPARED else ()
     rows = []
-    for name, given in run.flags.items():
+    for name, value in run.flags.items():
         flag = run.table.get(name)
         rows.append(
-            row_of(context, run.name, name, run.trainer_value(name) if flag else given, flag and flag.rule, near)
+            row_of(
+                context, run.name, name, run.trainer_value(name) if flag else value, flag and flag.rule, similar_from
+            )
         )
     return rows
 
 
 def settings_rows(
-    context: RuleContext, settings: Settings, rule_of: Callable[[str], Rule | None], table: Collection[str]
+    context: RuleContext, settings: Settings, rule_of: Callable[[str], Rule | None], known_keys: Collection[str]
 ) -> list[TableRow]:
     """Return the rows for the keys of a DeepSpeed or Accelerate file. `rule_of` returns the rule for a key, or None if
-    the key is unknown; `table` has the known keys, from which a similar one is suggested for an unknown key."""
+    the key is unknown; `known_keys` has the known keys, from which a similar one is suggested for an unknown key."""
     rows = []
+    similar_from = known_keys if len(settings.values) < MOST_COMPARED else ()
     for key, value in settings.values.items():
         rule = rule_of(key)
-        if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
+        if key not in known_keys and value in ({}, None) and any(known.startswith(key + ".") for known in known_keys):
             rule = implied("an empty block: all of it has its defaults")  # no key below it is set
         if rule is None and settings is context.run.accelerate and plain(value) in (None, False, "", "no", {}, []):
             rule = OFF  # `accelerate config` also writes keys for features that are off
-        near = table if len(settings.values) < MOST else ()
-        rows.append(row_of(context, settings.name, key, value, rule, near))
+        rows.append(row_of(context, settings.name, key, value, rule, similar_from))
     return rows
 
 
 def row_of(
-    context: RuleContext, source: str, key: str, value: object, rule: object, table: Collection[str]
+    context: RuleContext, source: str, key: str, value: object, rule: object, similar_from: Collection[str]
 ) -> TableRow:
     """Return the row for a key of `source` (a file or a command). `rule` says what the key becomes; if it is None, the
-    key is unknown, and a similar key of `table` is suggested."""
+    key is unknown, and a similar one among the keys `similar_from` is suggested."""
     if rule is not None:
         return TableRow(source, key, value, outcome(rule, replace(context, key=key), value))
-    near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.8)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    similar = difflib.get_close_matches(key, list(similar_from), n=1, cutoff=0.8)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
     return TableRow(source, key, value, unsupported("not a name that migrate knows" + hint), known=False)
 
 
@@ -119,8 +121,8 @@ def default_rows(context: RuleContext) -> Iterator[TableRow]:
         assert run.deepspeed is not None
         applies = {"optimizer": run.has_ds_optimizer, "scheduler": run.has_ds_warmup}
         # such a scheduler sets the learning rate, whatever the optimizer's is
-        replaced = key == "optimizer.params.lr" and run.has_ds_warmup
-        if key in run.deepspeed.values or replaced or not applies.get(key.partition(".")[0], True):
+        is_set_by_scheduler = key == "optimizer.params.lr" and run.has_ds_warmup
+        if key in run.deepspeed.values or is_set_by_scheduler or not applies.get(key.partition(".")[0], True):
             continue
         also = f", {context.tell('optim.beta2')}" if key.endswith("betas") else ""
         text = f"{context.tell(override)}{also}: DeepSpeed's default"

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import ModelConfig
-from llava_fsdp.model.adapters.lora import start_of_a
-from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter, started_from
+from llava_fsdp.model.adapters.lora import bound_of_a
+from llava_fsdp.model.adapters.lora_files import find_adapter, initial_values_from, open_adapter
 from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
 from llava_fsdp.model.architecture import Architecture
@@ -98,7 +98,7 @@ def find_weights(
     if cfg.lora.checkpoint is not None:
         folder = find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint")
         opened = open_adapter(folder, is_of_class=parts.class_config is not None)
-        adapter = dict(started_from(opened, model, cfg.lora))
+        adapter = dict(initial_values_from(opened, model, cfg.lora))
         beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
         if projector is not None or cfg.projector == "random":  # the projector in the adapter folder is not used
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
@@ -223,7 +223,7 @@ def adapter_sources(
                 )
             sources[name] = given[name]
         elif name.endswith(LORA_A):
-            bound = start_of_a(model.get_submodule(name.rpartition(".")[0]))
+            bound = bound_of_a(model.get_submodule(name.rpartition(".")[0]))
             sources[name] = Drawn(name, shape, DrawRule(Rule.UNIFORM, bound), seed)
         elif name.endswith(LORA_B):
             sources[name] = Drawn(name, shape, DrawRule(Rule.ZEROS), seed)
@@ -465,7 +465,7 @@ def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
     """Return the SHA-256 of a parameter's values; if it is randomly initialised, a text with its distribution and seed.
     Rows of a file beyond `shape` are left out."""
     if isinstance(source, Drawn):
-        return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
+        return f"{source.rule.kind.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
     step = max(1, DIGESTED_BYTES // max(1, math.prod(shape[1:]) * source.dtype.itemsize))
     for begin in range(0, shape[0], step):

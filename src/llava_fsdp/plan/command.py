@@ -22,7 +22,7 @@ def main() -> None:
                 from llava_fsdp.train.setup.preflight import warn_if_refused
 
             line.stage("checks of the configuration")
-            remark = warn_if_refused(cfg, here=cfg.gpu == "auto")
+            remark = warn_if_refused(cfg, is_for_this_machine=cfg.gpu == "auto")
             plan(cfg, words, line)
             if remark:
                 log().info("%s", remark)

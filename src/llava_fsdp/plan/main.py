@@ -41,7 +41,7 @@ from llava_fsdp.plan.search.longest import longest
 from llava_fsdp.plan.search.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.show.longest_page import write_page as write_longest
 from llava_fsdp.plan.show.scaling_page import assumptions, scale, write_page
-from llava_fsdp.plan.show.table import as_object, names, search_object, show_longest, show_plan
+from llava_fsdp.plan.show.table import as_object, overrides_of, search_object, show_longest, show_plan
 from llava_fsdp.plan.time.hardware import Machine, machine_named
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.text.console import TextConsole
@@ -275,7 +275,7 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
     kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
-    planned = [names(row), *(word for word in kinds if not word.endswith("=1"))]
+    planned = [overrides_of(row), *(word for word in kinds if not word.endswith("=1"))]
     if SHARD_PLANS[row.choice.strategy].mesh is Mesh.HYBRID and cfg.sharding.shard_size is not None:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
     if row.choice.offload is OffloadMode.nvme and cfg.offload.folder is not None:

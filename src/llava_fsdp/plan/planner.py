@@ -195,7 +195,7 @@ class Planner:
             freeze_unreached(self.images, cfg.precision)
         self.unit_names = units_of_blocks(self.model, self.model.blocks(), cfg.sharding.blocks_per_unit)
         self.known_values: dict[Hashable, Any] = {}
-        """Values that `known` has computed, by key; planners of other layouts of ranks share them."""
+        """Values that `cached` has computed, by key; planners of other layouts of ranks share them."""
         self.divide()
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
@@ -220,14 +220,14 @@ class Planner:
         check_abilities(self.model, self.cfg)
         experts, tensor = self.cfg.parallel.expert, self.cfg.parallel.tensor
         self.tensor = tensor
-        self.plan = self.known(("plan", tensor), lambda: tensor_plan(self.model, tensor) if tensor > 1 else {})
-        if refusal := self.known(("refused", experts, tensor), lambda: self.refusal(experts, tensor)):
+        self.plan = self.cached(("plan", tensor), lambda: tensor_plan(self.model, tensor) if tensor > 1 else {})
+        if refusal := self.cached(("refused", experts, tensor), lambda: self.refusal(experts, tensor)):
             raise ConfigError(refusal)
-        weights = self.known(("weights", experts, tensor), self.weights_with_shared_experts)
+        weights = self.cached(("weights", experts, tensor), self.weights_with_shared_experts)
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
-        self.named_weights = self.known(
+        self.named_weights = self.cached(
             ("divided", experts, tensor), lambda: divided_weights(weights, self.plan, tensor, 0)
         )
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
@@ -392,7 +392,7 @@ class Planner:
     def groups_of(self, recomputes: bool) -> list[Group]:
         parallel = self.cfg.parallel
         key = "groups", parallel.tensor, parallel.expert, parallel.pipeline, parallel.num_stages, recomputes
-        return self.known(key, lambda: self.make_groups(recomputes))
+        return self.cached(key, lambda: self.make_groups(recomputes))
 
     def make_groups(self, recomputes: bool) -> list[Group]:
         """Return what each group of the pipeline has of the model. `recomputes`: activations are recomputed in the
@@ -498,7 +498,7 @@ class Planner:
                 divided=divided,
             )
 
-        return self.known((group, "held", choice.strategy, ranks, rank, choice.offload, padded), compute)
+        return self.cached((group, "held", choice.strategy, ranks, rank, choice.offload, padded), compute)
 
     def units(
         self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
@@ -506,7 +506,7 @@ class Planner:
         """Return the FSDP units of a group of ranks, whose weights are sharded over `shards` ranks. `is_away`: the
         shards' gradients are offloaded. `passes_through`: offloaded shards are copied to the device first."""
         plan, precision = SHARD_PLANS[choice.strategy], self.cfg.precision
-        return self.known(
+        return self.cached(
             (group, "units", choice.strategy, shards, is_away, passes_through),
             lambda: units_of(group.weights, plan, precision, shards, is_away, passes_through),
         )
@@ -518,29 +518,34 @@ class Planner:
         copies, node = layout.num_copies, layout.shard_size(None, ranks.node_size)
         return RankCounts(copies, min(ranks.shard_size, copies), node)
 
-    def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, most: int | None = None) -> float:
-        """Predict the seconds of a step, without its memory. `micros` is what a rank runs in it. `most`: number of
-        micro-batches from which the idle time of a pipeline is computed; None: that of `micros`."""
+    def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, idle_spread: int | None = None) -> float:
+        """Predict the seconds of a step; the memory that it takes is not predicted.
+
+        Args:
+            micros: the micro-batches that a rank runs in the step.
+            idle_spread: number of micro-batches over which the idle time of a pipeline is spread; None: that of
+                `micros`.
+        """
         # One group of each kind is enough. Its list is cached, so that its id can be a part of the key.
         groups = self.groups(choice)
-        kinds = self.known(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
-        return max(self.step(choice, ranks, micros, group, most)[0].seconds for group in kinds)
+        kinds = self.cached(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
+        return max(self.step(choice, ranks, micros, group, idle_spread)[0].seconds for group in kinds)
 
     def step(
-        self, choice: Choice, ranks: RankCounts, micros: MicroBatches, group: Group, most: int | None = None
+        self, choice: Choice, ranks: RankCounts, micros: MicroBatches, group: Group, idle_spread: int | None = None
     ) -> tuple[StepTime, Volume]:
         """Predict the time of a step and what a rank receives in it, for the ranks of one group of a pipeline.
 
         Args:
             micros: what a rank runs in a step.
-            most: number of micro-batches from which the idle time of a pipeline is computed; None: that of `micros`. A
-                larger one gives a lower bound for all numbers of micro-batches up to it.
+            idle_spread: number of micro-batches over which the idle time of a pipeline is spread; None: that of
+                `micros`. A larger one gives a lower bound for all numbers of micro-batches up to it.
         """
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
         same_part = self.ranks_of_same_part(ranks)
         _, shards = mesh_shape(SHARD_PLANS[strategy], same_part.world_size, same_part.shard_size)
-        trained, local = self.known((group, "trained", shards), lambda: trained_numbers(group.weights, shards))
-        one, two = self.known(  # the volume of 1 and of 2 micro-batches
+        trained, local = self.cached((group, "trained", shards), lambda: trained_numbers(group.weights, shards))
+        one, two = self.cached(  # the volume of 1 and of 2 micro-batches
             (group, strategy, same_part),
             lambda: [volume(group.weights, strategy, precision, same_part, micro_batches=n) for n in (1, 2)],
         )
@@ -553,7 +558,7 @@ class Planner:
         of_rank = (flops - tower) / self.tensor + tower
         recomputed = self.recomputed_flops(choice) / self.tensor
         # idle time of a pipeline, as a share of the time in which it computes: arXiv 2104.04473, section 2.2
-        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (most or len(micros)))
+        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (idle_spread or len(micros)))
         # samples of a rank, of each of which it computes the share of its group
         work = group.share * self.cfg.global_batch_size / same_part.world_size
         step = step_time(
@@ -621,7 +626,7 @@ class Planner:
         states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, inputs=(max(inputs),))
         _, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
         units = self.units(group, choice, shards)
-        order = self.known(
+        order = self.cached(
             ("passes", parallel.pipeline, parallel.schedule, group.number, len(run)),
             lambda: passes_of(parallel, group.number, len(run)),
         )
@@ -674,7 +679,7 @@ class Planner:
         mixtures = self.mixtures(group)
         # a training counts the tokens of experts only where each sample is on one rank (`routers_to_watch`)
         counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
-        volume = self.known(
+        volume = self.cached(
             (group, "layers", share, counted),
             lambda: layer_volume(
                 self.model,
@@ -694,14 +699,14 @@ class Planner:
         """Return how many of a group's blocks have experts."""
         stack = find_blocks(self.model.language)
         key = group, "mixtures"
-        return self.known(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
+        return self.cached(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
 
     @property
     def router(self) -> Router:
         """A router of the language model; the other routers have as many experts."""
-        return self.known("router", lambda: find_routers(self.model.language)[0])
+        return self.cached("router", lambda: find_routers(self.model.language)[0])
 
-    def known(self, key: Hashable, compute: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value of `key`, and compute it the first time: a search asks for it often. All layouts of ranks
         share these values, so the key must have all that differs between layouts and changes the value."""
         if key not in self.known_values:

@@ -17,7 +17,7 @@ from llava_fsdp.config.paths import check_paths
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.examine.bad_records import refuse_bad_records, same_files
+from llava_fsdp.data.index.examine.bad_records import describe_same_files, refuse_bad_records
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.index.statistics import PAGE, write_report
 from llava_fsdp.data.index.verify import verify_index
@@ -105,7 +105,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource], folder: P
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
-    if warning := same_files(records):
+    if warning := describe_same_files(records):
         log().warning(warning)
     try:
         refuse_bad_records(records, cfg.data)

@@ -46,28 +46,28 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 def sources(report: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the data sources and, if one of them has several files, one of all files."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
-    rows = ([own["name"], own["file"], *counted(own), *(own[name] for name in more)] for own in report["sources"])
-    yield table(["source", "file", *COLUMNS, *spaced(more[:-1]), "folder of images"], rows)
+    rows = ([own["name"], own["file"], *cells_of(own), *(own[name] for name in more)] for own in report["sources"])
+    yield table(["source", "file", *COLUMNS, *with_spaces(more[:-1]), "folder of images"], rows)
     if len(report["files"]) == len(report["sources"]):
         return
     files = sorted(report["files"], key=lambda own: badness(own, report["sources"]))
     paths = [own["file"] for own in files]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(paths), max(paths), strict=False))
-    shared = "".join(character for character, _ in same).rpartition("/")[0]
+    shared_folder = "".join(character for character, _ in same).rpartition("/")[0]
     bad = sum(bool(own["left_out"] or own["problems"]) for own in files)
     head = f"{len(files):,} files, {bad:,} of them with skipped records or problems."
     order = "most skipped records first, then most problems, then a share of labels that is far from the source's"
-    below = f" All paths begin with {escape(shared)}/." if shared else ""
+    below = f" All paths begin with {escape(shared_folder)}/." if shared_folder else ""
     yield f"<h3>Files</h3><p class=note>{head} Their order: {order}.{below}</p>\n"
     names = ["source" if len(report["sources"]) > 1 else None, "file", *COLUMNS]
     lines = [
-        [own["name"] if names[0] else None, own["file"].removeprefix(f"{shared}/"), *counted(own)]
+        [own["name"] if names[0] else None, own["file"].removeprefix(f"{shared_folder}/"), *cells_of(own)]
         for own in files[: WORST + FOLDED]
     ]
     yield table([text or "" for text in names], lines[:WORST])
     if len(lines) > WORST:
-        rest = f", of which {FOLDED:,} are shown; all are in report.json" if len(files) > len(lines) else ""
-        yield f"<details><summary>The other {len(files) - WORST:,} files{rest}</summary>\n"
+        remark = f", of which {FOLDED:,} are shown; all are in report.json" if len(files) > len(lines) else ""
+        yield f"<details><summary>The other {len(files) - WORST:,} files{remark}</summary>\n"
         yield table([text or "" for text in names], lines[WORST:]) + "</details>\n"
 
 
@@ -77,22 +77,23 @@ def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:
     yield table(["source", "key", "records"], rows) if rows else "<p>There are none.</p>\n"
 
 
-def counted(counts: dict[str, Any]) -> list[object]:
+def cells_of(counts: dict[str, Any]) -> list[object]:
     """Return a source's or a file's cells in a table (`COLUMNS`)."""
     share = f"{100 * label_share(counts):.1f} %" if counts["tokens"] else None
     lengths = [counts["pictures"], counts["tokens"], counts["median"], counts["longest"], share]
-    return [counts["records"], counts["left_out"], most_of(counts["problems"]), *lengths]
+    return [counts["records"], counts["left_out"], greatest_counts(counts["problems"]), *lengths]
 
 
-def most_of(counts: dict[str, int]) -> str:
+def greatest_counts(counts: dict[str, int]) -> str:
     """Return the greatest counts as text, such as "bad image 12, no label 3, bad JSON 2, 4 more"."""
     first = sorted(counts, key=lambda name: -counts[name])[:NAMED]
     more = [f"{len(counts) - NAMED}{SPACE}more"] if len(counts) > NAMED else []
     return ", ".join([*(f"{name}{SPACE}{counts[name]:,}" for name in first), *more])
 
 
-def label_share(own: dict[str, Any]) -> float:
-    return own["label_tokens"] / max(1, own["tokens"])
+def label_share(counts: dict[str, Any]) -> float:
+    """Return the share of label tokens among all tokens of a source or a file."""
+    return counts["label_tokens"] / max(1, counts["tokens"])
 
 
 def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
@@ -122,8 +123,8 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
     if not any(row[name] for row in report["truncation"] for name in names):
-        least = min((row["max_length"] for row in report["truncation"]), default=0)
-        yield f"<p>No record would be truncated, even with data.max_length={least}.</p>\n"
+        least_length = min((row["max_length"] for row in report["truncation"]), default=0)
+        yield f"<p>No record would be truncated, even with data.max_length={least_length}.</p>\n"
         return
     labels = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
     bars = []
@@ -132,7 +133,7 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
         bars.append(Bar(str(row["max_length"]), [100 * row[name] / samples for name in labels], texts))
     yield draw_bars("Records by data.max_length", "% of records", bars, list(labels.values()))
     rows = ([row["max_length"], *(row[n] for n in names)] for row in report["truncation"])
-    yield table(["data.max_length", *spaced(names)], rows)
+    yield table(["data.max_length", *with_spaces(names)], rows)
 
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
@@ -150,7 +151,7 @@ def problems(report: dict[str, Any]) -> Iterator[str]:
             [
                 kind,
                 row["records"],
-                most_of(by_source[kind]) if len(sources) > 1 else "",
+                greatest_counts(by_source[kind]) if len(sources) > 1 else "",
                 "kept" if row["kept"] else "skipped",
                 row["meaning"],
             ]
@@ -168,5 +169,5 @@ def problems(report: dict[str, Any]) -> Iterator[str]:
             yield table(names, first[FIRST:]) + "</details>\n"
 
 
-def spaced(names: Iterable[str]) -> list[str]:
+def with_spaces(names: Iterable[str]) -> list[str]:
     return [name.replace("_", " ") for name in names]

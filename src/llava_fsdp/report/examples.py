@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 
-from llava_fsdp.report.charts.html import shortened
+from llava_fsdp.report.charts.html import shorten_middle
 from llava_fsdp.runtime.text.terminal_text import shown_name, shown_text
 
 NAME_LENGTH = 200
 NEWLINE = "\u23ce"
 """Character that shows a line break of the text."""
-EXPLAINED = (
+EXPLANATION = (
     "Drawn at random from all sources, and the same at each call. Each is shown as a training reads it: its text "
     "after the template and the tokenizer, token by token, and its images as the vision tower gets them. The loss is "
     "computed on the <mark><i>underlined</i> <i>tokens</i></mark>, in blocks <strong>with labels</strong>. "
@@ -84,7 +84,7 @@ def examples_body(examples: list[Example]) -> Iterator[str]:
     if not examples:
         yield "<p>There are no samples.</p>\n"
         return
-    yield f"<p class=note>{EXPLAINED}</p>\n"
+    yield f"<p class=note>{EXPLANATION}</p>\n"
     for number, example in enumerate(examples, start=1):
         yield example_body(number, example)
 
@@ -92,18 +92,21 @@ def examples_body(examples: list[Example]) -> Iterator[str]:
 def example_body(number: int, example: Example) -> str:
     """Return an example as HTML: its record, the parts that the model gets, and what is cut off."""
     line = "" if example.line is None else f", line {example.line:,}"
-    identity = "without an id" if example.id is None else f"id {name(example.id)}"
-    title = f"{number}. {name(example.source)}: record {example.index:,}{line}, {identity}"
+    identity = "without an id" if example.id is None else f"id {name_html(example.id)}"
+    title = f"{number}. {name_html(example.source)}: record {example.index:,}{line}, {identity}"
     counts = f"{example.length:,} tokens, {example.labels:,} with labels"
     body = [part_body(part) for part in example.parts]
     if example.cut:  # images are only named if some are cut off
-        lost = [plural(example.labels_cut, "label"), *[plural(example.images_cut, "image")][: example.images_cut]]
-        cut = f"data.max_length cuts off {plural(example.cut, 'token')} here, with {' and '.join(lost)}"
+        what_is_lost = [
+            plural(example.labels_cut, "label"),
+            *[plural(example.images_cut, "image")][: example.images_cut],
+        ]
+        cut = f"data.max_length cuts off {plural(example.cut, 'token')} here, with {' and '.join(what_is_lost)}"
         body.append(f"<p class=cut>\u2702 {cut}.</p>\n")
     if example.error:
         counts, body = "", [f"<p class=reason>{escape(shown_text(example.error))}</p>"]
     return (
-        f"<article class=example><h3>{title}</h3><p class=note>{name(example.file)}"
+        f"<article class=example><h3>{title}</h3><p class=note>{name_html(example.file)}"
         f"{f' &middot; {counts}' if counts else ''}</p>\n{''.join(body)}</article>\n"
     )
 
@@ -112,8 +115,9 @@ def part_body(part: Text | Images | Gap) -> str:
     """Return a part of an example as HTML; text with labels is highlighted."""
     match part:
         case Gap():
-            held = [plural(part.labels, "label"), *[plural(part.images, "image")][: part.images]]
-            return f"<p class=cut>\u22ef {plural(part.count, 'token')} with {' and '.join(held)} are not shown.</p>\n"
+            what_is_hidden = [plural(part.labels, "label"), *[plural(part.images, "image")][: part.images]]
+            hidden = f"{plural(part.count, 'token')} with {' and '.join(what_is_hidden)}"
+            return f"<p class=cut>\u22ef {hidden} are not shown.</p>\n"
         case Images():
             tiles = len(part.tiles)
             total = f", {plural(tiles, part.tile)}" if tiles else ""
@@ -125,10 +129,10 @@ def part_body(part: Text | Images | Gap) -> str:
             )
             note = f"<p class=note>{escape(shown_text(part.note))}</p>" if part.note else ""
             head = block_head(part.title, f"{plural(part.count, 'token')}{total}")
-            body = f"<div><p class=note>{name(part.name)}</p>{shown}{note}</div>"
+            body = f"<div><p class=note>{name_html(part.name)}</p>{shown}{note}</div>"
             return f"<div class='part pictures'>{head}{body}</div>\n"
         case Text():
-            text = "".join(spelled(part.pieces))
+            text = "".join(tokens_html(part.pieces))
             tokens = plural(part.count, "token")
             counts = f"<strong>{tokens} with labels</strong>" if part.has_labels else f"{tokens}, no labels"
             head = block_head(part.role or "text", counts)
@@ -140,15 +144,16 @@ def block_head(title: str, counts: str) -> str:
     return f"<p class=head><b>{escape(title)}</b> {counts}</p>"
 
 
-def spelled(pieces: Iterable[tuple[str, bool]]) -> Iterator[str]:
+def tokens_html(pieces: Iterable[tuple[str, bool]]) -> Iterator[str]:
+    """Yield the HTML of text tokens, given as (text, whether it is a special token)."""
     for text, is_special in pieces:
         shown = escape(shown_text(text).replace("\n", f"{NEWLINE}\n"))
         yield f"<i class=special>{shown}</i>" if is_special else f"<i>{shown}</i>"
 
 
-def name(text: str) -> str:
+def name_html(text: str) -> str:
     """Return a name from a dataset, such as a file's, as HTML on one line."""
-    return escape(shortened(shown_name(text), NAME_LENGTH))
+    return escape(shorten_middle(shown_name(text), NAME_LENGTH))
 
 
 def plural(number: int, word: str) -> str:

@@ -40,15 +40,15 @@ class Results:
 
 TEXTS: dict[str, Callable[[Results], str | None]] = {
     "steps": lambda r: f"{r.steps:,}" if r.steps else None,
-    "loss": lambda r: number(r.loss, ".4f"),
-    "lowest loss": lambda r: number(r.lowest_loss, ".4f"),
-    "last val loss": lambda r: number(r.last_val_loss, ".4f"),
-    "lowest val loss": lambda r: number(r.val_loss, ".4f"),
-    "best val score": lambda r: number(r.val_score, ".4f"),
+    "loss": lambda r: format_number(r.loss, ".4f"),
+    "lowest loss": lambda r: format_number(r.lowest_loss, ".4f"),
+    "last val loss": lambda r: format_number(r.last_val_loss, ".4f"),
+    "lowest val loss": lambda r: format_number(r.val_loss, ".4f"),
+    "best val score": lambda r: format_number(r.val_score, ".4f"),
     "tokens/s": lambda r: None if r.tokens_per_second is None else short_text(r.tokens_per_second),
-    "MFU": lambda r: number(r.mfu, ".1%"),
+    "MFU": lambda r: format_number(r.mfu, ".1%"),
     "memory": lambda r: None if r.peak_memory_bytes is None else readable(r.peak_memory_bytes),
-    "waits for data": lambda r: number(r.data_share, ".1%"),
+    "waits for data": lambda r: format_number(r.data_share, ".1%"),
     "skipped steps": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
     "training": lambda r: duration(r.train_seconds) if r.steps else None,
 }
@@ -63,10 +63,12 @@ def loss_name(windows: Collection[int]) -> str:
 
 
 def metric_name(metric: str, windows: Collection[int]) -> str:
+    """Return the name on pages of a metric by which runs are compared. `windows` are as for `loss_name`."""
     return METRICS.get(metric) or loss_name(windows)
 
 
-def number(value: float | None, form: str) -> str | None:
+def format_number(value: float | None, form: str) -> str | None:
+    """Format a number; None if it was not measured."""
     return None if value is None else format(value, form)
 
 

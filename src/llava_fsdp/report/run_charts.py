@@ -45,17 +45,21 @@ def charts_of(run: RunRecord) -> Iterator[Chart]:
     again."""
     history = run.history
     sources = dict(history.largest_sources(MOST_SOURCES))
-    most = points_each(len(history.curves) + len(sources))
+    most_points = points_each(len(history.curves) + len(sources))
     marks = sorted({start["step"] for start in run.starts if start["step"] > 0})[-MOST_MARKS:]
     loss, *others = (
-        replace(chart, marks=marks, lines=[Line(names[k], points_of(run, k, most), n) for n, k in enumerate(names)])
+        replace(
+            chart, marks=marks, lines=[Line(names[k], points_of(run, k, most_points), n) for n, k in enumerate(names)]
+        )
         for chart, names in CURVES
     )
     yield replace(loss, note=width_note(run))
     if len(history.sources) > 1:
-        hidden = len(history.sources) - len(sources)
-        lines = [Line(name, curve.points(most), colour) for colour, (name, curve) in enumerate(sources.items())]
-        note = f"The {MOST_SOURCES} with most label tokens; {hidden} more are in metrics.jsonl." if hidden else ""
+        num_hidden = len(history.sources) - len(sources)
+        lines = [Line(name, curve.points(most_points), colour) for colour, (name, curve) in enumerate(sources.items())]
+        note = (
+            f"The {MOST_SOURCES} with most label tokens; {num_hidden} more are in metrics.jsonl." if num_hidden else ""
+        )
         yield replace(loss, title="Loss by source", lines=lines, note=note, wide=False)
     yield from validation_charts(run.validations, marks)
     planned = run.about.get("planned_peak")
@@ -63,14 +67,16 @@ def charts_of(run: RunRecord) -> Iterator[Chart]:
     yield from (replace(chart, level=level) if chart.title == "Peak memory" else chart for chart in others)
 
 
-def points_of(run: RunRecord, key: str, most: int) -> list[Point]:
+def points_of(run: RunRecord, key: str, most_points: int) -> list[Point]:
+    """Return at most `most_points` points of the curve of a key of metrics.jsonl; memory is in GiB."""
     curve = run.history.curves.get(key)
-    points = curve.points(most) if curve is not None else []
+    points = curve.points(most_points) if curve is not None else []
     size = GIB if key == "peak_memory_bytes" else 1
     return [Point(point.step, point.mean / size, point.least / size, point.most / size) for point in points]
 
 
 def width_note(run: RunRecord) -> str:
+    """Return a sentence about points that stand for several steps; empty if each is a step."""
     curve = run.history.curves.get("loss")
     if curve is None or curve.width == 1:
         return ""
@@ -92,9 +98,11 @@ def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[
 
 
 def of_source(name: str, key: str) -> Callable[[dict[str, Any]], float | None]:
+    """Return a function that takes a value of a data source from a row of validation.jsonl."""
     return lambda row: (row.get("sources") or {}).get(name, {}).get(key)
 
 
 def values_of(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float | None]) -> list[Point]:
+    """Return a point for each row of validation.jsonl that has the value which the function `value` returns."""
     pairs = ((row["step"], value(row)) for row in rows)
     return [Point.exact(step, number) for step, number in pairs if number is not None]

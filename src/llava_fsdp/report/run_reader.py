@@ -126,7 +126,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     run = RunRecord(folder, name or name_of(folder), History(window))
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
-    run.validations = thinned(read_validations(run))
+    run.validations = thin_out(read_validations(run))
     run.status = status_or_why(folder)
     if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
@@ -149,9 +149,9 @@ def runs_in(folder: Path) -> list[RunRecord]:
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
-    described = sorted(((read_job(path), path.parent) for path in jobs), key=lambda pair: pair[0]["number"])
-    names = job_names([(job["number"], job["overrides"]) for job, _ in described])
-    return [run_of_job(job, path, name) for (job, path), name in zip(described, names, strict=True)]
+    jobs_and_folders = sorted(((read_job(path), path.parent) for path in jobs), key=lambda pair: pair[0]["number"])
+    names = job_names([(job["number"], job["overrides"]) for job, _ in jobs_and_folders])
+    return [run_of_job(job, path, name) for (job, path), name in zip(jobs_and_folders, names, strict=True)]
 
 
 def job_files(folder: Path) -> Iterator[Path]:
@@ -181,7 +181,7 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
             run = read_run(folder, name, window=max(1, job.get("last_steps") or WINDOW))
         except LlavaFsdpError as error:
             status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
-    run.overrides = values_typed(job["overrides"])
+    run.overrides = parse_overrides(job["overrides"])
     run.metric = str(job.get("metric") or "loss")
     run.value = None if job.get("exit_code") else job.get("value")  # a job that failed cannot be the best
     return run
@@ -189,9 +189,10 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     """Return a name for each job of a sweep: its number, and those of its Hydra overrides that not all jobs have."""
-    differing = own_overrides([overrides for _, overrides in jobs])
+    overrides_of_jobs = own_overrides([overrides for _, overrides in jobs])
     return [
-        f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
+        f"{number}: {' '.join(words) or 'as the others'}"
+        for (number, _), words in zip(jobs, overrides_of_jobs, strict=True)
     ]
 
 
@@ -201,17 +202,17 @@ def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[word for word in overrides if count[word] < len(jobs) or len(jobs) == 1] for overrides in jobs]
 
 
-def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return {key: value} of Hydra overrides. Values are parsed, so that 1e-4 equals 0.0001 in a configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
         if equals and not key.startswith("~"):
-            values[key] = value_typed(text)
+            values[key] = parse_value(text)
     return values
 
 
-def value_typed(text: str) -> int | float | bool | str | None:
+def parse_value(text: str) -> int | float | bool | str | None:
     """Parse the value of a Hydra override. Hydra writes those of a sweep's jobs with Python's constants."""
     constants = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
     if text in constants:
@@ -230,17 +231,17 @@ def name_of(folder: Path) -> str:
 def read_metrics(run: RunRecord) -> None:
     """Read metrics.jsonl into `run.history`, and count the lines that cannot be read in `run.unread`. Raise DataError
     if there are such lines, and no line describes a training step. A file without lines is no error."""
-    path, first = run.folder / METRICS_FILE, ""
+    path, first_problem = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
             run.history.add(present_row(json.loads(line)))
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
-            first = first or f"line {number}: {str(error)[:200]}"
+            first_problem = first_problem or f"line {number}: {str(error)[:200]}"
             run.unread[path.name] = run.unread.get(path.name, 0) + 1
     if run.unread.get(path.name) and not run.history.steps:
         raise DataError(
-            f"{path} has {run.unread[path.name]} lines, and none is a step of a training ({first}); is this the "
-            "output_dir of one?"
+            f"{path} has {run.unread[path.name]} lines, and none is a step of a training ({first_problem}); is this "
+            "the output_dir of one?"
         )
 
 
@@ -307,6 +308,7 @@ def check_validation(row: dict[str, Any]) -> None:
 
 
 def are_numbers(values: list[Any]) -> bool:
+    """Return whether each value is a finite number or None."""
     return all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in values)
 
 
@@ -317,10 +319,10 @@ def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, A
     return [by_step[step] for step in sorted(by_step)]
 
 
-def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
+def thin_out(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
     """Return every n-th row including the last one, at most `most`."""
-    every = -(-len(rows) // most) or 1
-    return rows[::-1][::every][::-1]
+    interval = -(-len(rows) // most) or 1
+    return rows[::-1][::interval][::-1]
 
 
 def read_config(path: Path) -> dict[str, Any]:

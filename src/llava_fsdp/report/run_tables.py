@@ -5,8 +5,8 @@ from html import escape
 from typing import Any
 
 from llava_fsdp.config.command_line.tree import written
-from llava_fsdp.report.charts.html import section, shortened, table
-from llava_fsdp.report.results import loss_name, number
+from llava_fsdp.report.charts.html import section, shorten_middle, table
+from llava_fsdp.report.results import format_number, loss_name
 from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.text.humanize import format_time, readable
@@ -27,18 +27,18 @@ def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
-    shown, asked = choose_answers(rows[-1]["answers"], MOST_ANSWERS), rows[-1].get("questions")
+    shown, num_questions = choose_answers(rows[-1]["answers"], MOST_ANSWERS), rows[-1].get("questions")
     yield f"<h2>Sample answers, step {rows[-1]['step']:,}</h2>\n"
-    if isinstance(asked, int):
-        yield f"<p class='note'>{len(shown):,} of {asked:,}: wrong ones first, as many of every source.</p>\n"
+    if isinstance(num_questions, int):
+        yield f"<p class='note'>{len(shown):,} of {num_questions:,}: wrong ones first, as many of every source.</p>\n"
     yield "<div class='answers'>\n"
     for answer in shown:
         path = answer.get("picture")
         url = thumbnail(str(path)) if path else None
         missing = "image missing" if path else "no image"
         image = f"<img alt='' src='{url}'>" if url else f"<div class='nothing'>{missing}</div>"
-        of_several = len(rows[-1].get("sources") or {}) > 1
-        texts = "".join(texts_of(answer if of_several else {**answer, "source": None}, rows))
+        has_several_sources = len(rows[-1].get("sources") or {}) > 1
+        texts = "".join(texts_of(answer if has_several_sources else {**answer, "source": None}, rows))
         yield f"<article>{image}<dl>{texts}</dl></article>\n"
     yield "</div>\n"
 
@@ -51,21 +51,21 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
         ("question", answer.get("question")),
         ("answer" + (f", score {score:.3g}" if isinstance(score, int | float) else ""), answer.get("answer")),
         ("reference", " | ".join(map(str, references)) if isinstance(references, list) else references),
-        ("earlier answers", "\n".join(f"{step:,}: {text}" for step, text in earlier(answer, rows)) or None),
+        ("earlier answers", "\n".join(f"{step:,}: {text}" for step, text in earlier_answers(answer, rows)) or None),
     ]
     for name, text in entries:
         if text is not None:
-            yield f"<dt>{escape(name)}</dt><dd>{escape(shortened(str(text) or '(empty)', MOST_TEXT))}</dd>"
+            yield f"<dt>{escape(name)}</dt><dd>{escape(shorten_middle(str(text) or '(empty)', MOST_TEXT))}</dd>"
 
 
-def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
+def earlier_answers(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return (step, text) of earlier answers to the same question. Of equal answers in a row, the first is returned."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:
         for other in row["answers"]:
             if (other.get("record"), other.get("question")) == key:
-                text = shortened(str(other.get("answer")) or "(empty)", 200)
+                text = shorten_middle(str(other.get("answer")) or "(empty)", 200)
                 if not texts or texts[-1][1] != text:
                     texts.append((row["step"], text))
     return texts[-MOST_EARLIER:]
@@ -89,6 +89,7 @@ def validation_sources(run: RunRecord) -> Iterator[str]:
 
 
 def settings(run: RunRecord) -> Iterator[str]:
+    """Yield HTML sections: what trains, data sources, memory, and the configuration."""
     trains = run.about.get("trains")
     parts = [section("What trains", table(["part", "trains", "frozen"], trains))] if trains else []
     yield columns(*parts, *sources(run), *memory(run))
@@ -114,6 +115,7 @@ def recipe(run: RunRecord) -> Iterator[str]:
 
 
 def columns(*sections: str) -> str:
+    """Put HTML sections side by side; empty without sections."""
     return f"<div class='columns'>{''.join(sections)}</div>\n" if sections else ""
 
 
@@ -125,7 +127,7 @@ def sources(run: RunRecord) -> Iterator[str]:
     rows, total = [], max(1, sum(history.source_labels.values()))
     for name, _ in history.largest_sources(MOST_ROWS):
         labels = history.source_labels[name]
-        rows.append([name, labels, f"{labels / total:.1%}", number(history.source_loss(name), ".4f")])
+        rows.append([name, labels, f"{labels / total:.1%}", format_number(history.source_loss(name), ".4f")])
     yield section("Sources", table(["source", "label tokens", "share", loss_name([history.window])], rows))
 
 
@@ -146,7 +148,7 @@ def history_tables(run: RunRecord) -> Iterator[str]:
     """Yield HTML sections: environment, starts, numbers of samples, command, and skipped steps."""
     yield columns(*environment(run), *starts(run), *samples(run))
     if run.about.get("command"):
-        yield section("Command", f"<pre>{escape(shortened(str(run.about['command']), MOST_COMMAND))}</pre>")
+        yield section("Command", f"<pre>{escape(shorten_middle(str(run.about['command']), MOST_COMMAND))}</pre>")
     if run.history.skipped:
         named = ", ".join(f"{step:,}" for step in run.history.skipped)
         more = " and more" if run.history.skipped_steps > len(run.history.skipped) else ""
@@ -154,6 +156,7 @@ def history_tables(run: RunRecord) -> Iterator[str]:
 
 
 def environment(run: RunRecord) -> Iterator[str]:
+    """Yield a table of the software and the machines of the run's last start."""
     about = run.about
     if about.get("versions"):
         facts = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
@@ -162,6 +165,7 @@ def environment(run: RunRecord) -> Iterator[str]:
 
 
 def starts(run: RunRecord) -> Iterator[str]:
+    """Yield a table of the run's starts, if it has several."""
     if len(run.starts) > 1:
         rows = [[s["step"], format_time(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
         note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"
@@ -169,6 +173,7 @@ def starts(run: RunRecord) -> Iterator[str]:
 
 
 def samples(run: RunRecord) -> Iterator[str]:
-    counted = {name: int(run.history.sums[name]) for name in ("truncated", "skipped_records", "unlabelled")}
-    if any(counted.values()):
-        yield section("Samples", table(["what", "samples"], counted.items()))
+    """Yield a table of samples that were truncated, skipped or without labels, if there are any."""
+    counts = {name: int(run.history.sums[name]) for name in ("truncated", "skipped_records", "unlabelled")}
+    if any(counts.values()):
+        yield section("Samples", table(["what", "samples"], counts.items()))

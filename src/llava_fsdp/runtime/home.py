@@ -16,7 +16,7 @@ def ensure_home() -> str | None:
         already.
     """
     user = os.getuid()
-    if os.environ.get("HOME") or is_known(user):
+    if os.environ.get("HOME") or is_known_user(user):
         return None
     home = os.path.join(tempfile.gettempdir(), f"llava_fsdp-{user}")
     try:
@@ -30,7 +30,7 @@ def ensure_home() -> str | None:
     return home
 
 
-def is_known(user: int) -> bool:
+def is_known_user(user: int) -> bool:
     try:
         pwd.getpwuid(user)
     except KeyError:

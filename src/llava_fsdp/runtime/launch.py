@@ -15,8 +15,8 @@ def launch_id() -> str | None:
     """Return a name of the launch of torchrun, which stays the same when torchrun restarts the ranks; None without
     torchrun. It is the user's --rdzv-id. Without that, torchrun calls every launch "none"; on a single node, torchrun's
     host and process id are then appended."""
-    given = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"none-{socket.gethostname()}-{os.getppid()}" if run_id == "none" and is_one_node() else run_id
 
 
 def is_one_node() -> bool:
@@ -39,7 +39,7 @@ def incarnation() -> str:
     return f"{launch_id()} {start}"
 
 
-def started(pid: int) -> float:
+def start_time(pid: int) -> float:
     """Return when a process started, in seconds since 1970; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -38,16 +38,16 @@ class Device:
         return self.key.startswith("MIG-")
 
 
-def list_devices(listed: str, visible: str | None) -> list[Device]:
+def list_devices(smi_output: str, visible: str | None) -> list[Device]:
     """Return the GPUs or MIG instances that a process would see.
 
     Args:
-        listed: output of `nvidia-smi -L`.
+        smi_output: output of `nvidia-smi -L`.
         visible: value of CUDA_VISIBLE_DEVICES; None: not set.
     """
     gpus: list[str] = []
     parts: dict[int, list[str]] = {}
-    for line in listed.splitlines():
+    for line in smi_output.splitlines():
         if match := GPU_LINE.match(line):
             if match[2] == "GPU":
                 gpus.append(match[3])
@@ -55,8 +55,10 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
                 parts.setdefault(len(gpus) - 1, []).append(match[3])
     if visible is not None:
         return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
-    of_gpus = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
-    return [device for devices in of_gpus for device in devices]
+    devices_of_gpus = [
+        [Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)
+    ]
+    return [device for devices in devices_of_gpus for device in devices]
 
 
 def devices_here() -> list[Device]:
@@ -84,7 +86,7 @@ def check_devices(devices: list[Device], count: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(
+def locking_devices(
     devices: list[Device], count: int, name: str, stop_level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
     """Context manager that waits until `count` devices are free of other trainings, and locks them.
@@ -102,21 +104,21 @@ def locked(
         return
     folder, is_first = lock_folder(), True
     while True:
-        taken = take(devices, count, folder)
-        if taken or stop_level():
+        locked = lock_free_devices(devices, count, folder)
+        if locked or stop_level():
             break
         if is_first:
             log().info("%s: waits until %d of %d GPUs are free of other jobs", name, count, len(devices))
             is_first = False
         time.sleep(WAIT_SECONDS)
     try:
-        yield [device for device, _ in taken], [handle for _, handle in taken]
+        yield [device for device, _ in locked], [handle for _, handle in locked]
     finally:
-        for _, handle in taken:
+        for _, handle in locked:
             os.close(handle)
 
 
-def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
+def lock_free_devices(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
     """Lock the first `count` free devices, and return them with the file descriptors of their locks; empty if fewer are
     free. Only one process at a time can do this: otherwise two trainings could each lock half of the devices and wait
     for the other half."""
@@ -124,22 +126,23 @@ def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, 
         entry = open_lock(folder / "door")
         stack.callback(os.close, entry)
         fcntl.flock(entry, fcntl.LOCK_EX)
-        taken: list[tuple[Device, int]] = []
+        locked: list[tuple[Device, int]] = []
         for device in devices:
             handle = open_lock(folder / re.sub(r"[^\w-]", "_", device.key))
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken.append((device, handle))
+                locked.append((device, handle))
             except BlockingIOError:
                 os.close(handle)
-            if len(taken) == count:
-                return taken
-        for _, handle in taken:
+            if len(locked) == count:
+                return locked
+        for _, handle in locked:
             os.close(handle)
         return []
 
 
 def open_lock(path: Path) -> int:
+    """Open a lock file, or create it; return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 

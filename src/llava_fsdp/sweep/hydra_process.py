@@ -16,7 +16,7 @@ from llava_fsdp.config.command_line.cli import shorten
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.sweep.job import Job, read_jobs, run_job
-from llava_fsdp.sweep.results import show, write_results
+from llava_fsdp.sweep.results import print_results, write_results
 from llava_fsdp.sweep.stop import StopRequest
 from llava_fsdp.sweep.torchrun import JobFailed
 
@@ -32,8 +32,8 @@ def main() -> None:
     if folder:
         jobs = read_jobs(Path(folder))
         write_results(Path(folder), jobs)
-        show(jobs)
-    end(jobs, succeeded, stop.level() > 0, errors)
+        print_results(jobs)
+    exit_as_jobs_ended(jobs, succeeded, stop.level() > 0, errors)
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
@@ -61,18 +61,18 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
     """Run Hydra's main function, and return whether all jobs succeeded. If a job fails, Hydra still runs the others of
     its batch before it raises the error. Its messages are collected in `errors`, not printed; with HYDRA_FULL_ERROR=1
     they are printed, and Hydra raises the job's own exception instead of SystemExit."""
-    full = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    prints_errors = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        with contextlib.nullcontext() if full else contextlib.redirect_stderr(errors):
+        with contextlib.nullcontext() if prints_errors else contextlib.redirect_stderr(errors):
             program()
-    except SystemExit as end:
-        return end.code in (0, None)
+    except SystemExit as exited:
+        return exited.code in (0, None)
     except JobFailed:  # under HYDRA_FULL_ERROR=1
         return False
     return True
 
 
-def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
+def exit_as_jobs_ended(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
     """Exit with the exit code of the first job that failed; else with 75 if the sweep was stopped (the same command
     continues it); else with another code if Hydra itself failed. Return if nothing failed. `succeeded`: whether Hydra
     raised no error; `errors`: its error messages."""

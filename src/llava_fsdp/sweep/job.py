@@ -26,7 +26,7 @@ from llava_fsdp.runtime.files.run_dir import make_run_folder
 from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, read_object, require_kinds
 from llava_fsdp.runtime.files.status_file import STATUS_FILE
 from llava_fsdp.runtime.text.log import log, setup_logging
-from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, locked
+from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, locking_devices
 from llava_fsdp.sweep.stop import StopRequest, ignore_signals
 from llava_fsdp.sweep.torchrun import LOG_FILE, JobFailed, run_torchrun
 
@@ -111,7 +111,7 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
     job.write()
     if not stop.is_main():
         ignore_signals()
-    started = time.monotonic()
+    began_at = time.monotonic()
     try:
         config = load(SweepConfig, node)  # only now, so that a wrong configuration is recorded as the job's failure
         job.metric, job.last_steps = config.sweep.metric.value, config.sweep.last_steps
@@ -128,7 +128,7 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
         job.status, job.exit_code = "done", ExitCode.DONE
     except LlavaFsdpError as error:
         record_failure(job, error, stop.level() > 0)
-    job.seconds = round(time.monotonic() - started, 1)
+    job.seconds = round(time.monotonic() - began_at, 1)
     job.write()
     report_end(job)
     return job
@@ -170,17 +170,17 @@ def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
-    with locked(devices, count, name, stop_level) as (taken, locks):
+    with locking_devices(devices, count, name, stop_level) as (devices_of_job, locks):
         if stop_level():
             raise JobFailed("stopped before it began")
         folders = [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
         command = train_command(config, job.overrides, folder, folders)
-        job.command, job.devices = shlex.join(command), [device.name for device in taken]
+        job.command, job.devices = shlex.join(command), [device.name for device in devices_of_job]
         job.write()
-        on = f" on GPUs {','.join(job.devices)}" if taken else ""
+        on = f" on GPUs {','.join(job.devices)}" if devices_of_job else ""
         log().info("%s: %s -> %s%s", name, " ".join(job.overrides), job.folder, on)
         (folder / LOG_FILE).touch(job.file_mode)
-        run_torchrun(command, folder, name, stop_level, ",".join(job.devices) if taken else None, locks)
+        run_torchrun(command, folder, name, stop_level, ",".join(job.devices) if devices_of_job else None, locks)
 
 
 def report_end(job: Job) -> None:

@@ -17,7 +17,7 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.sweep.job import read_jobs
-from llava_fsdp.sweep.results import show, write_results
+from llava_fsdp.sweep.results import print_results, write_results
 from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         log().error("the process that ran Hydra was ended by signal %d", -code)
         jobs = read_jobs(sweep)
         write_results(sweep, jobs)
-        show(jobs)
+        print_results(jobs)
     sys.exit(ExitCode.BUG if code < 0 else code)
 
 

@@ -15,7 +15,7 @@ from llava_fsdp.report.run_reader import REPORT_FILE, own_overrides, put_page, r
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.files.jsonl import replace_lines
-from llava_fsdp.runtime.files.run_dir import restored_umask
+from llava_fsdp.runtime.files.run_dir import restoring_umask
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.sweep.job import Job
@@ -26,7 +26,7 @@ PRINTED = ("steps", "loss", "lowest val loss", "best val score", "tokens/s", "me
 """Columns of results in the printed table; a terminal has no room for the others."""
 
 
-@restored_umask()
+@restoring_umask()
 def write_results(folder: Path, jobs: Sequence[Job]) -> None:
     """Write the results of all jobs into a sweep's folder. An error is logged and does not end the sweep."""
     if not jobs:
@@ -37,7 +37,7 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
     results = {
         "metric": jobs[0].metric,
         "best": None if best is None else best.number,
-        "jobs": [{**asdict(job), "differs": words} for job, words in zip(jobs, differing(jobs), strict=True)],
+        "jobs": [{**asdict(job), "differs": words} for job, words in zip(jobs, differing_overrides(jobs), strict=True)],
     }
     try:
         replace_lines(path, [json.dumps(results, indent=2)])
@@ -63,15 +63,16 @@ def best_of(jobs: Sequence[Job]) -> Job | None:
     return min(done, key=lambda job: job.value or 0.0, default=None)
 
 
-def differing(jobs: Sequence[Job]) -> list[list[str]]:
+def differing_overrides(jobs: Sequence[Job]) -> list[list[str]]:
+    """Return for each job its overrides that not all jobs have."""
     return own_overrides([job.overrides for job in jobs])
 
 
-def show(jobs: Sequence[Job]) -> None:
+def print_results(jobs: Sequence[Job]) -> None:
     """Print a table of all jobs, the best of them, and why jobs failed."""
     if not jobs:
         return
-    best, differences = best_of(jobs), differing(jobs)
+    best, differences = best_of(jobs), differing_overrides(jobs)
     windows = [job.last_steps for job in jobs if job.numbers.loss is not None]
     texts_by_column = columns([job.numbers for job in jobs], windows, PRINTED)
     table = Table("job", "what differs", "status", *texts_by_column, "folder", title="sweep", title_justify="left")

@@ -35,7 +35,7 @@ from llava_fsdp.export.write.adapter_folder import (
     whole_rows,
 )
 from llava_fsdp.export.write.class_adapter import writer_class
-from llava_fsdp.export.write.folded_head import HEAD, is_rounded, with_folded_head
+from llava_fsdp.export.write.folded_head import HEAD, folding_rounds, with_folded_head
 from llava_fsdp.export.write.formats import history, source_of_run, write_folder
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import FOLDER, check_changed
@@ -57,11 +57,11 @@ from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
 
-FAR = 0.5
+LARGEST_MEAN = 0.5
 """Largest accepted mean difference, relative to the mean absolute logit, between logits that a training computes in 16
 or 8 bits and those of a copy of its weights in fp32. A few hundredths are usual; logits of unrelated models differ by
 more than 1."""
-MUCH = 0.05
+LARGEST_KL = 0.05
 """Kullback-Leibler divergence in nats per token from which on the effect of rounding is a warning."""
 
 
@@ -150,7 +150,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     """
     final = Path(cfg.output_dir) / FOLDER
     staged = final.with_name(FOLDER + ".tmp")
-    sources = with_trained(state, is_first_rank)
+    sources = sources_with_trained(state, is_first_rank)
     names = adapter_tensors(cfg.model, state.trained, sources)
     tensors = {name: sources[name] for name in names}
 
@@ -177,7 +177,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     return Adapted(cfg.model.lora, modules, sources)
 
 
-def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
+def sources_with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
     """Return all parameters by name: frozen ones in their source files, and trained ones with their values in memory on
     rank 0, and their initial values on other ranks. Collective."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.trained}
@@ -249,7 +249,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     model = plain_model(state)
     probe, sizes = state.loader.steps.probe()
     micro = comparable(model, probe)
-    live, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
+    live_values, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
     written: dict[str, Stored] = {}
     copies: list[Architecture] = []
 
@@ -260,7 +260,9 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
 
     on_first_rank(prepare, failing)
     parameters = dict(copies[0].named_parameters()) if copies else {}
-    check_weights(weights, with_folded_head(weights, model), staged, written, parameters, used_dtypes(model, cfg))
+    check_and_load_weights(
+        weights, with_folded_head(weights, model), staged, written, parameters, used_dtypes(model, cfg)
+    )
 
     log().info("export: its weights are the trained ones rounded to %s, equal to the bit", cfg.export.dtype.value)
 
@@ -271,7 +273,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         batch = placed.map(lambda values: values.to(device))
         trained = logits(copies[0], batch).cpu()
         if cfg.model.quantize.mode is Quantizer.none:
-            check_copy(trained, live, cfg, compute)
+            check_copy(trained, live_values, cfg, compute)
         rounded = {name: written[name] for name in weights.shapes}
         load_weights(rounded, local_shards(copies[0], MasterWeights({})))
         ours = logits(copies[0], batch).cpu()
@@ -279,7 +281,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         gc.collect()
         theirs = logits_of_class(model, staged, batch, compute, sizes, rounded).cpu()
         found = distance(theirs, ours)
-        head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.stored])
+        head_is_rounded = folding_rounds(model.parts, DTYPES[cfg.export.stored])
         allowed = torch.bfloat16 if head_is_rounded else compute
         wrong = found.exceeds(allowed, has_experts(model))
         if wrong:
@@ -310,14 +312,14 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: 
     found = distance(trained, live)
     in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
     # with fewer bits, single logits may differ by much, so that only the mean difference is bounded
-    if not (found.largest <= CLOSE if in_fp32 else found.mean <= FAR):
+    if not (found.largest <= CLOSE if in_fp32 else found.mean <= LARGEST_MEAN):
         raise ModelError(
             f"a copy of the trained weights has other logits than the model in training: they differ by "
             f"{found.largest:.2g} of the largest, {found}; please report it"
         )
     linear = "" if cfg.precision.linear is LinearKind.same else f" and {cfg.precision.linear.value}"
     by = f"computed in {short_name(compute)} and as in training ({cfg.precision.param_dtype.value}{linear})"
-    log_close(f"the trained weights, {by}", found, CLOSE if in_fp32 else FAR, by_largest=in_fp32)
+    log_close(f"the trained weights, {by}", found, CLOSE if in_fp32 else LARGEST_MEAN, by_largest=in_fp32)
 
 
 def log_close(what: str, found: Distance, bound: float, by_largest: bool) -> None:
@@ -332,13 +334,16 @@ def short_name(dtype: torch.dtype) -> str:
     return next(name.value for name, own in DTYPES.items() if own == dtype)
 
 
-def report_rounding(moved: Distance, cfg: Config) -> None:
-    """Log `moved`, how far rounding to `export.dtype` moves the logits of the trained model: as a warning if much of
-    what was trained is lost."""
+def report_rounding(distance_of_rounding: Distance, cfg: Config) -> None:
+    """Log `distance_of_rounding`, how far rounding to `export.dtype` moves the logits of the trained model: as a
+    warning if much of what was trained is lost."""
     dtype = cfg.export.dtype.value
-    text = f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by {moved}"
+    text = (
+        f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by "
+        f"{distance_of_rounding}"
+    )
     used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype
-    if moved.kl > MUCH and used is not cfg.export.stored:
+    if distance_of_rounding.kl > LARGEST_KL and used is not cfg.export.stored:
         log().warning(
             "%s: the export is not as good as the losses of the training say. Start the run again with "
             "export.dtype=%s, which only writes the export anew", text, used.value,
@@ -367,37 +372,40 @@ def used_dtypes(model: Architecture, cfg: Config) -> dict[str, torch.dtype]:
     adapters adapt are used unrounded: the adapters are added to the results of their layers."""
     norms = norm_weights(model, cfg.precision)
     used = torch.float32 if cfg.model.lora.enabled else DTYPES[cfg.precision.param_dtype]
-    return {name: torch.float32 if own in norms else used for name, own in model.named_parameters()}
+    return {name: torch.float32 if parameter in norms else used for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
-def check_weights(
+def check_and_load_weights(
     trained: Weights,
     exported: Weights,
     staged: Path,
     written: dict[str, Stored],
     copies: dict[str, torch.nn.Parameter],
-    used: dict[str, torch.dtype],
+    used_dtypes: dict[str, torch.dtype],
 ) -> None:
-    """Check that every weight in an exported folder is the trained one, rounded to the dtype of the export, to the bit.
-    Collective.
+    """Check that every weight in an exported folder is the trained one, rounded to the dtype of the export, to the bit;
+    and load the trained weights into a copy of the model, whose logits are compared afterwards. Both are done at once,
+    because each weight is gathered from all ranks only once. Collective: rank 0 compares, the others send.
 
     Args:
         trained: the trained weights.
         exported: the same, with the factor of the logits multiplied into the weight of the output layer.
         staged: the exported folder, for messages.
-        written: on rank 0, the weights in the folder, by name. An output layer that has a factor is replaced in it by
-            the trained one, rounded to the dtype of the export.
-        copies: on rank 0, parameters by name, which get the trained values as training uses them; empty on the others.
-        used: dtype to which training rounds each weight before it is used, by name.
+        written: on rank 0, the weights in the folder, by name. Changed: an output layer that has a factor is replaced
+            by the trained one without it, rounded to the dtype of the export, because the copy multiplies its logits.
+        copies: on rank 0, the parameters of the copy by name, which get the trained values; empty on other ranks.
+        used_dtypes: dtype to which training rounds each weight before it is used, by name. The copy's values are so
+            rounded.
 
     Raises:
         ModelError: a weight in the folder is not the trained one, or has a value that is not finite.
     """
     errors: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
 
-    def check(name: str, values: torch.Tensor, original: torch.Tensor, has_factor: bool) -> None:
-        """Raise ModelError unless the written values are the trained ones, and put them into the copy."""
+    def check_and_load(name: str, values: torch.Tensor, original: torch.Tensor, has_factor: bool) -> None:
+        """Raise ModelError unless the weight in the folder is `values`, rounded; put `original` (the same without the
+        factor of the logits) into the copy."""
         dtype = exported.dtypes[name]
         if not values.isfinite().all():
             raise ModelError(f"{name} has values that are not finite: the training has diverged")
@@ -405,17 +413,18 @@ def check_weights(
         if not torch.equal(written[name].rows(0, rows).float(), values[:rows].to(dtype).float()):
             raise ModelError(f"{staged} was written, but {name} in it is not the trained one")
         if name in copies:
-            copies[name].copy_(original[:rows].to(used[name]))
+            copies[name].copy_(original[:rows].to(used_dtypes[name]))
             if has_factor:
                 written[name] = MemoryTensor(original[:rows].to(dtype))
 
     for name in exported.dtypes:
         values = exported.read(name)
         has_factor = name == HEAD and exported is not trained
+        # a model whose output layer is its embedding has no such weight in training, and none in the copy
         original = trained.read(name) if has_factor and name in trained.shapes else values
-        if copies and not errors:
+        if copies and not errors:  # only on rank 0
             try:
-                check(name, values, original, has_factor)
+                check_and_load(name, values, original, has_factor)
             except Exception as error:  # such as a file that cannot be read
                 errors.append(error)
 
@@ -455,7 +464,7 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     )
 
 
-def in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None:
+def adapter_in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None:
     """Return how rank 0 writes a folder with the LoRA adapters into each checkpoint; None on other ranks, and without
     adapters. Collective."""
 

@@ -17,10 +17,10 @@ Reduction = tuple[DeviceMesh, tuple[int, ...]]
 
 @torch.no_grad()
 def clip_gradients(
-    masters: MasterWeights, largest: float | None, scale: float = 1.0, line: dist.ProcessGroup | None = None
+    masters: MasterWeights, largest_norm: float | None, scale: float = 1.0, line: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Divide the gradients by the loss scale, and then scale them down so that their norm is at most `largest`; None:
-    they are not clipped.
+    """Divide the gradients by the loss scale, and then scale them down so that their norm is at most `largest_norm`;
+    None: they are not clipped.
 
     Args:
         line: the ranks that together have all stages of the model, this one included; None: each rank has the whole
@@ -36,12 +36,12 @@ def clip_gradients(
         norm = norm / scale
         if shards:
             torch._foreach_mul_(shards, 1 / scale)
-    if largest is not None:
-        factor = torch.clamp(largest / (norm + 1e-6), max=1.0)  # that of torch.nn.utils.clip_grads_with_norm_
-        of_kinds: dict[Any, list[torch.Tensor]] = {}
+    if largest_norm is not None:
+        factor = torch.clamp(largest_norm / (norm + 1e-6), max=1.0)  # that of torch.nn.utils.clip_grads_with_norm_
+        shards_of_kinds: dict[Any, list[torch.Tensor]] = {}
         for shard in shards:  # one kernel for all tensors of a kind
-            of_kinds.setdefault((shard.device, shard.dtype), []).append(shard)
-        for (device, _), of_kind in of_kinds.items():
+            shards_of_kinds.setdefault((shard.device, shard.dtype), []).append(shard)
+        for (device, _), of_kind in shards_of_kinds.items():
             torch._foreach_mul_(of_kind, factor.to(device))
     return norm
 
@@ -61,7 +61,7 @@ def gradient_norm(
             model.
     """
     groups: dict[Reduction | None, list[torch.Tensor]] = {}
-    previous, together = None, []
+    previous, norms_of_group = None, []
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
     every_norm = torch._foreach_norm(shards, 2, dtype=torch.float32) if shards else ()
     for gradient, norm in zip(gradients, every_norm, strict=True):
@@ -69,16 +69,16 @@ def gradient_norm(
         # those that are sharded over the same ranks are reduced together; most are sharded like the one before, and
         # comparing is faster than hashing a mesh
         if kind != previous:
-            previous, together = kind, groups.setdefault(reduction(gradient), [])
-        together.append(norm)
+            previous, norms_of_group = kind, groups.setdefault(reduction(gradient), [])
+        norms_of_group.append(norm)
     norm_of = same_on_every_rank if line is None else sharded_norm
-    whole = [
-        torch.linalg.vector_norm(torch.stack(norms)) if own is None else norm_of(torch.stack(norms), *own)
-        for own, norms in groups.items()
-    ]
+    group_norms = []  # for each group of gradients, the norm over all its ranks
+    for group, norms in groups.items():
+        own_norms = torch.stack(norms)
+        group_norms.append(torch.linalg.vector_norm(own_norms) if group is None else norm_of(own_norms, *group))
     if line is not None:
-        return norm_over_stages(whole, line)
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+        return norm_over_stages(group_norms, line)
+    return group_norms[0] if len(group_norms) == 1 else torch.linalg.vector_norm(torch.stack(group_norms))
 
 
 def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torch.Tensor:
@@ -89,9 +89,9 @@ def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torc
         line: the ranks that together have all stages, this one included.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
-    dist.all_reduce(square, group=line)
-    norm = square.sqrt()
+    sum_of_squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    dist.all_reduce(sum_of_squares, group=line)
+    norm = sum_of_squares.sqrt()
     dist.all_reduce(norm, dist.ReduceOp.MAX)  # ranks with the same stages may have added in another order
     return norm
 

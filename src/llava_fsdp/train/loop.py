@@ -25,9 +25,9 @@ from llava_fsdp.train.gradients import clip_gradients
 from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.state import StepResult, TrainState
 from llava_fsdp.train.sums.expert_sums import ExpertSums, expert_load
-from llava_fsdp.train.sums.source_sums import SourceSums, summed
+from llava_fsdp.train.sums.source_sums import SourceSums, sum_over_ranks
 
-END: Any = object()
+NO_MORE_STEPS: Any = object()
 """What comes after the last step."""
 
 
@@ -44,27 +44,27 @@ def fit(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog | 
         events.on_start(RunStart(cfg, Path(cfg.output_dir), state.parallelism.world.rank, state.step, last_step))
         for root in state.roots:
             root.train()
-        started = time.perf_counter()
+        began_at = time.perf_counter()
         watchdog.at(Phase.DATA, state.step)
         if state.compilations is not None and state.step < last_step:
             log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-        steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a variable, so that its workers stay alive
+        steps = state.loader.steps_from(state.step, watchdog.wants_stop)  # a variable, so that its workers stay alive
         with explained_step_errors(state, watchdog):
-            while (step := next_step(steps)) is not END:
-                waited = time.perf_counter() - started
+            while (step := next_step(steps)) is not NO_MORE_STEPS:
+                data_seconds = time.perf_counter() - began_at
                 watchdog.at(Phase.AGREEING)
                 events.before_step()
                 assert step is not None, "before_step raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), cfg, started, watchdog)
+                result = train_step(state, state.loader.agree(step), cfg, began_at, watchdog)
                 if state.dynamic is not None:
                     state.dynamic.after_step(result.skipped)
                 # the phase counts as progress in the next step, so that a rank that hangs here counts as late
                 watchdog.at(Phase.REPORT, state.step)
                 watchdog.step_done()
-                events.after_step(replace(result, data_seconds=waited))
+                events.after_step(replace(result, data_seconds=data_seconds))
                 watchdog.at(Phase.DATA)
-                started = time.perf_counter()
+                began_at = time.perf_counter()
         events.on_end()
 
 
@@ -86,20 +86,21 @@ def explained_step_errors(state: TrainState, watchdog: Watchdog) -> Iterator[Non
 
 
 def next_step(steps: Iterator[Step | None]) -> Any:
-    """Wait for the data of the next step. Return them, None if a stop was requested before they came, or `END`."""
+    """Wait for the data of the next step. Return them, None if a stop was requested before they came, or
+    `NO_MORE_STEPS`."""
     with part("data"):
-        return next(steps, END)
+        return next(steps, NO_MORE_STEPS)
 
 
 def train_step(
     state: TrainState,
     step: Step,
     cfg: Config,
-    started: float,
+    began_at: float,
     watchdog: Watchdog | None = None,
 ) -> StepResult:
     """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update is skipped.
-    Collective. `started`: time (`time.perf_counter`) at which the step began, which is when its data were requested.
+    Collective. `began_at`: time (`time.perf_counter`) at which the step began, which is when its data were requested.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -119,9 +120,9 @@ def train_step(
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()
-        counted = state.parallelism.ranks_per_loss  # so many ranks add the same losses to the sum over all ranks
-        losses = summed(loss_sum / counted), loss_sum, norm.to(loss_sum.device)
-        values = *losses, *(sources.summed() / counted), *expert_numbers
+        ranks_per_loss = state.parallelism.ranks_per_loss  # so many ranks add the same losses to the sum over all ranks
+        losses = sum_over_ranks(loss_sum / ranks_per_loss), loss_sum, norm.to(loss_sum.device)
+        values = *losses, *(sources.sum_over_ranks() / ranks_per_loss), *expert_numbers
         loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
@@ -134,7 +135,7 @@ def train_step(
         loss,
         lr,
         grad_norm,
-        time.perf_counter() - started,
+        time.perf_counter() - began_at,
         skipped=not is_finite,
         skipped_steps=state.skipped,
         loss_scale=scale if state.scaler is not None else None,

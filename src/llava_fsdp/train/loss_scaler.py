@@ -41,16 +41,16 @@ class LossScaler:
             NumericError: gradients overflowed although the scale is at its minimum.
         """
         if overflowed:
-            before = self.scale
+            old_scale = self.scale
             self.lower(step)
             log().warning(
                 "step %d: gradients overflow in fp16 at loss scale %g; the weights were not updated, and the scale is "
-                "%g now", step, before, self.scale,
+                "%g now", step, old_scale, self.scale,
             )  # fmt: skip
             self.last_overflow = self.steps
         elif self.is_dynamic:
-            good = self.steps - self.last_overflow - 1
-            if good > 0 and good % self.cfg.window == 0:
+            steps_without_overflow = self.steps - self.last_overflow - 1
+            if steps_without_overflow > 0 and steps_without_overflow % self.cfg.window == 0:
                 self.hysteresis = self.cfg.hysteresis
                 self.scale *= FACTOR
         self.steps += 1
@@ -76,9 +76,11 @@ class LossScaler:
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Continue with a scale as `state` returned it."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 def build_scaler(cfg: ScalerConfig) -> LossScaler:
+    """Return the loss scale with which a training begins."""
     return LossScaler(cfg, 2.0**cfg.initial_power if cfg.scale is None else cfg.scale, cfg.hysteresis)

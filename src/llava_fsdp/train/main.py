@@ -30,7 +30,7 @@ from llava_fsdp.report.run_reader import CONFIG_FILE
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.heartbeat import Phase
-from llava_fsdp.runtime.files.run_dir import FOLDER, claimed, restored_umask
+from llava_fsdp.runtime.files.run_dir import FOLDER, claiming_folder, restoring_umask
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog, WatchedRun
 from llava_fsdp.runtime.text.log import log
@@ -114,8 +114,8 @@ def train(
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     parts.folder = folder
     with (
-        claimed(folder, rank, cfg.private) as lock,
-        restored_umask(),
+        claiming_folder(folder, rank, cfg.private) as lock,
+        restoring_umask(),
         Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
         watchdog.watching_peers(ranks.rank_identities(), is_guarded=world.device.type == "cuda"),
@@ -129,12 +129,12 @@ def train(
         own.check(cfg)  # again, because `settle_auto` may have divided the model among ranks
         parallelism = Parallelism.of(cfg, world)
         parts.count_collectives = ranks.num_collectives(parallelism.meshes, world.device)
-        continued = continues(cfg)
+        continues_run = continues(cfg)
         state = parts.state = build_state(cfg, parallelism, own)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps
-        resumed = resume(state, cfg, continued)
+        resumed = resume(state, cfg, continues_run)
         check_replicas(state, folder / FOLDER)
         if state.step >= last_step:
             log().info("this run has finished after step %d; a larger max_steps or epochs continues it", state.step)
@@ -152,20 +152,20 @@ def train(
         controller.stop_if_lost()
 
 
-def agree_on_precision(cfg: Config, world: World, able: bool) -> Config:
-    """Replace `precision.param_dtype=auto` by the same dtype on all ranks. A run that is resumed keeps its dtype. Log
-    the choice, and a warning if a rank's device emulates the dtype. `able`: whether this rank's device has instructions
-    for bf16. Collective."""
-    all_able = gather_lists([able])
-    recorded = None
+def agree_on_precision(cfg: Config, world: World, has_bf16_here: bool) -> Config:
+    """Replace `precision.param_dtype=auto` by the same dtype on all ranks, of which those without instructions for bf16
+    would be slow with it. A run that is resumed keeps its dtype. Log the choice, and a warning if a rank's device
+    emulates the dtype. `has_bf16_here`: whether this rank's device has instructions for bf16. Collective."""
+    ranks_with_bf16 = gather_lists([has_bf16_here])
+    dtype_of_run = None
     if cfg.precision.param_dtype is DType.auto:
-        recorded = on_first_rank(lambda: recorded_dtype(cfg), "cannot read the precision of the run to resume")
-    cfg, chosen = settle_precision(cfg, all_able, world.device.type, recorded)
+        dtype_of_run = on_first_rank(lambda: recorded_dtype(cfg), "cannot read the precision of the run to resume")
+    cfg, chosen = settle_precision(cfg, ranks_with_bf16, world.device.type, dtype_of_run)
     if chosen is not None:
         log().info("%s", chosen)
-    slowest = all_able.index(False) if False in all_able else 0
-    if world.rank == slowest and (slow := slow_dtype(cfg, world.device, able)):
-        log().warning("%s", slow)
+    slowest = ranks_with_bf16.index(False) if False in ranks_with_bf16 else 0
+    if world.rank == slowest and (warning := slow_dtype(cfg, world.device, has_bf16_here)):
+        log().warning("%s", warning)
     return cfg
 
 
@@ -176,12 +176,12 @@ def settle_auto(cfg: Config, world: World) -> Config:
     if not cfg.has_auto and cfg.data.template not in (AUTO, OWN) and AUTO not in (cfg.pack, cfg.compile):
         return cfg
     parts = find_parts_of_run(cfg)
-    cfg, padded = settle_packing(cfg, parts)
-    if padded is not None:
-        log().info("auto: %s", padded)
-    settled = with_template(cfg, parts)
-    if settled.data.template != cfg.data.template:
-        cfg = settled
+    cfg, reason_for_padding = settle_packing(cfg, parts)
+    if reason_for_padding is not None:
+        log().info("auto: %s", reason_for_padding)
+    cfg_with_template = with_template(cfg, parts)
+    if cfg_with_template.data.template != cfg.data.template:
+        cfg = cfg_with_template
         log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)
     if not cfg.has_auto:
         return cfg

@@ -85,14 +85,14 @@ def build_optimizer(
     cfg: Config,
     total_steps: int,
     is_part: bool = False,
-    compiled: bool = False,
+    compiles: bool = False,
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
     """Build AdamW, and the learning rate schedule.
 
     Args:
         masters: the weights to update.
         is_part: whether the model is one of several stages. A stage need not have trainable parameters.
-        compiled: whether torch.compile makes the kernels that convert int8 moments.
+        compiles: whether torch.compile makes the kernels that convert int8 moments.
     """
     optim = cfg.optim
     decayed, parts = decayed_names(model), model.named_parts if isinstance(model, Architecture) else {}
@@ -103,19 +103,21 @@ def build_optimizer(
         groups.setdefault((name not in decayed, base_lr(name, optim, parts)), []).append(parameter)
     if not groups and not is_part:
         raise ConfigError("model.train leaves nothing to train")
+    groups = groups or {(True, optim.lr): []}  # torch refuses to have no group
     settings = [
-        {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if undecayed else optim.weight_decay}
-        for (undecayed, lr), parameters in (groups or {(True, optim.lr): []}).items()  # torch refuses to have no group
+        {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if has_no_decay else optim.weight_decay}
+        for (has_no_decay, lr), parameters in groups.items()
     ]
     betas = optim.beta1, optim.beta2
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
         optimizer = FusedAdamW(settings, betas=betas, eps=optim.eps, fused=True)
     else:
-        optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed, compiled)
+        optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed, compiles)
     return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup_steps(optim, total_steps))
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """Return the number of steps of the warm-up, which the configuration gives as such or as a share of all steps."""
     return math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
 
 
@@ -131,8 +133,8 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
 def base_lr(name: str, cfg: OptimConfig, parts: Mapping[str, NamedPart]) -> float:
     """Return the base learning rate of a parameter: projector and vision encoder may have their own. `parts`: the
     model's parts (`Architecture.named_parts`)."""
-    own = part_name(name, parts)
-    lr = None if own is None else rate_of(parts[own], cfg)
+    part = part_name(name, parts)
+    lr = None if part is None else rate_of(parts[part], cfg)
     return cfg.lr if lr is None else lr
 
 
@@ -143,9 +145,9 @@ def rate_of(part: NamedPart, cfg: OptimConfig) -> float | None:
 
 def decayed_names(model: nn.Module) -> set[str]:
     """Return the parameters with weight decay: all except biases and norms (LLaVA llava_trainer.py:150-228)."""
-    found = set()
+    names = set()
     for module_name, module in model.named_modules():
         for leaf, _ in module.named_parameters(recurse=False):
             if "bias" not in leaf and "Norm" not in type(module).__name__:
-                found.add(clean_name(".".join(filter(None, (module_name, leaf)))))
-    return found
+                names.add(clean_name(".".join(filter(None, (module_name, leaf)))))
+    return names

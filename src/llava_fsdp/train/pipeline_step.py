@@ -94,8 +94,8 @@ class PipelinedModel:
     all ranks that process the same rows."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
-        """Wrap the parts of a model that this rank has."""
-        assert isinstance(model, Architecture)
+        """Wrap the stages of a model that this rank has."""
+        assert isinstance(model, Architecture)  # FSDP has replaced its class by a subclass of that and of FSDPModule
         self.parts, self.language_config = model.parts, model.language_config
         self.pipeline = pipeline
 
@@ -109,9 +109,15 @@ class PipelinedModel:
         *,
         return_logits: bool,
     ) -> torch.Tensor:
-        """Return the logits at `label_positions`, as `Architecture.forward` does. Collective."""
+        """Return the logits at `label_positions`, float32 [labels, vocabulary], on every rank of the pipeline.
+        Collective. The arguments are those of `Llava.forward`, which passes on what the last stage returns.
+
+        Args:
+            return_logits: always true: the class stands for a model that is asked for logits. It is an argument because
+                callers pass it to a model without a pipeline as well.
+        """
         assert return_logits
-        inputs = {
+        inputs_of_every_stage = {
             "input_ids": input_ids,
             "segments": segments,
             "images": images,
@@ -119,8 +125,9 @@ class PipelinedModel:
             "label_positions": label_positions,
         }
         rows, length = input_ids.shape
-        found = self.pipeline.forward((rows, length), EvaluationWork(lambda _: inputs, return_logits))
-        return self.pipeline.from_last(found, (len(label_positions), self.language_config.vocab_size))
+        work = EvaluationWork(lambda stage: inputs_of_every_stage, return_logits=True)
+        logits = self.pipeline.forward((rows, length), work)  # None without the last stage
+        return self.pipeline.from_last(logits, (len(label_positions), self.language_config.vocab_size))
 
 
 def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:

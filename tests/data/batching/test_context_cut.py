@@ -15,7 +15,7 @@ from tiers import slow_after
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample
 from llava_fsdp.data.batching.collate import shown_images
 from llava_fsdp.data.batching.context_cut import ContextCut
-from llava_fsdp.data.images.image_tokens import BLENDED, NEWLINE_ROW, needed_tiles, single
+from llava_fsdp.data.images.image_tokens import BLENDED, NEWLINE_ROW, as_blended, needed_tiles
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
@@ -176,5 +176,5 @@ def test_chunks_are_shared_out() -> None:
 def test_tiles_that_tokens_need() -> None:
     tiles, tokens = needed_tiles(np.array([9, NEWLINE_ROW, 21, 8]), 4)
     assert tiles.tolist() == [2, 5] and tokens.tolist() == [1, NEWLINE_ROW, 5, 0]
-    tiles, tokens = needed_tiles(single(np.array([NEWLINE_ROW, NEWLINE_ROW])), 4)
+    tiles, tokens = needed_tiles(as_blended(np.array([NEWLINE_ROW, NEWLINE_ROW])), 4)
     assert not len(tiles) and tokens.dtype == BLENDED and (tokens["row"] == NEWLINE_ROW).all()

@@ -21,7 +21,7 @@ from test_loader import open_loader
 from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.data.batching.batch import Step
-from llava_fsdp.data.batching.memory_files import ALIGNMENT, Outbox, each_byte
+from llava_fsdp.data.batching.memory_files import ALIGNMENT, Outbox, transfer_all
 from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.runtime.exit_codes import ExitCode
 
@@ -70,7 +70,7 @@ def test_all_bytes_are_moved_where_the_system_moves_some_at_once() -> None:
         moved.append(bytes(rest[:7]))
         return len(moved[-1])
 
-    each_byte(torch.arange(20, dtype=torch.uint8), seven)
+    transfer_all(torch.arange(20, dtype=torch.uint8), seven)
     assert b"".join(moved) == bytes(range(20))
 
 

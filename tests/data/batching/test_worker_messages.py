@@ -22,11 +22,11 @@ from llava_fsdp.data.batching.workers import (
     StartWorker,
     WatchedSteps,
     WorkerStatus,
-    from_workers,
     lock_bytes,
     next_step,
     num_queues,
     start_workers,
+    steps_from_workers,
 )
 from llava_fsdp.runtime.errors import WorkerError, WorkerLost
 
@@ -164,7 +164,7 @@ def test_workers_that_cannot_all_be_started_are_ended(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(workers, "DataLoader", HalfWay)
-    for stall, wait in ((0.25, 0.25), (60.0, workers.POLL)):
+    for stall, wait in ((0.25, 0.25), (60.0, workers.POLL_SECONDS)):
         status = WorkerStatus(2)
         steps: Any = range(3)
         with caplog.at_level("WARNING"):
@@ -192,9 +192,9 @@ def test_nothing_comes_after_workers_are_given_up(status: WorkerStatus, monkeypa
     monkeypatch.setattr(workers, "end_workers_at_exit", lambda arriving: None)
     status.pids[1] = 2**22 + 1  # no process has this number
     cfg: Any = SimpleNamespace(prefetch=2, stall=60)
-    found = list(from_workers(steps, range(3), status, cfg, pin_memory=False))
+    found = list(steps_from_workers(steps, range(3), status, cfg, pin_memory=False))
     assert found == ["step"] * 3 and list(status.pids) == [0, 0]
     late.left = 1
     status.begin(0)
     monkeypatch.setattr(status, "check", lambda: None)
-    assert list(from_workers(steps, range(3), status, cfg, pin_memory=False, give_up=lambda: True)) == [None]
+    assert list(steps_from_workers(steps, range(3), status, cfg, pin_memory=False, give_up=lambda: True)) == [None]

@@ -88,11 +88,11 @@ def test_pages_are_kept_within_a_bound(codec: str) -> None:
     order = [0, 0, 1, 2, 0, 3, 0, 1, 4]
     for number in order:
         assert read_image(shard, places[number], cache) == contents[number][998:]
-        assert cache.held == sum(map(len, cache.pages.values())) <= 3100
+        assert cache.size == sum(map(len, cache.pages.values())) <= 3100
     assert shard.reads == 6, "0 was used again in time, 1 was dropped for 3"
     small = PageCache(998)
     assert read_image(shard, places[0], small) == contents[0][998:]
-    assert not small.pages and small.held == 0
+    assert not small.pages and small.size == 0
 
 
 @pytest.mark.parametrize("codec", ["SNAPPY", "ZSTD"])

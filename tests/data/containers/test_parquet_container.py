@@ -331,7 +331,7 @@ def test_fuzz(name: str, times: int) -> None:
         for leaf, group in itertools.product(leaves, (0, 1))
         for page in page_headers(footer.chunk(leaf, group))
         for at in range(page.body, page.body + page.packed)
-        if page.crc is None or not (page.compressed or page.encoding)
+        if page.crc is None or not (page.is_compressed or page.encoding)
     }
     draw, errors = random.Random(0), 0
     if times > 50 or name == FUZZED[0]:  # it makes Python some seven times slower

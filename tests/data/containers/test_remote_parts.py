@@ -13,10 +13,10 @@ import huggingface_hub
 import pytest
 
 from llava_fsdp.data.containers import data_files, hub_client, remote
-from llava_fsdp.data.containers.data_files import Blocks, CacheFolder, DataFiles, within
+from llava_fsdp.data.containers.data_files import BlockReader, CacheFolder, DataFiles, without_excess
 from llava_fsdp.data.containers.hub_client import HubClient
 from llava_fsdp.data.containers.location import ImageLocation, Page
-from llava_fsdp.data.containers.object_store import GsClient, found_files, s3_failure
+from llava_fsdp.data.containers.object_store import GsClient, files_in_listing, s3_failure
 from llava_fsdp.data.containers.range_cache import RangeCache
 from llava_fsdp.data.containers.read_ahead import ReadAhead
 from llava_fsdp.data.containers.remote_file import Failure, RemoteFile, check_answer, check_length, failure
@@ -68,7 +68,7 @@ def test_a_file_that_is_read_on_comes_in_blocks(monkeypatch: pytest.MonkeyPatch)
         return content[offset : offset + size]
 
     storage: Any = SimpleNamespace(read_range=read_range)
-    blocks = Blocks(storage, FILE)
+    blocks = BlockReader(storage, FILE)
     for offset, size in ((0, 3), (3, 7), (8, 4), (97, 3), (91, 2), (5, 25), (29, 1), (30, 1)):
         assert blocks.read(offset, size) == content[offset : offset + size]
     assert asked == [(0, 10), (8, 10), (90, 10), (5, 25), (30, 10)]
@@ -99,7 +99,7 @@ def test_ranges_that_are_fetched_ahead(tmp_path: Path) -> None:
     files.fetch_ahead(ImageLocation(FILE.name, *place) for place in places)
     assert asked == [(FILE, 0, 100), (FILE, 40, 20)]
     location = ImageLocation("s3://b/1.png", size=64)
-    assert [within(location, RemoteFile("s3://b/1.png", size, "")).size for size in (63, 65)] == [63, 64]
+    assert [without_excess(location, RemoteFile("s3://b/1.png", size, "")).size for size in (63, 65)] == [63, 64]
 
 
 def test_files_of_the_step_before_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_folders_in_a_listing_are_no_files() -> None:
         "b/d/1.tar": {"type": "file", "size": 5, "ETag": "x"}, "b/d/": {"type": "file", "size": 0, "ETag": "y"},
         "b/d/more": {"type": "directory", "size": 0, "ETag": "z"},
     }  # fmt: skip
-    found = found_files("s3://b/d", listed, lambda info: f"etag:{info['ETag']}")
+    found = files_in_listing("s3://b/d", listed, lambda info: f"etag:{info['ETag']}")
     assert found == {"1.tar": RemoteFile("s3://b/d/1.tar", 5, "etag:x")}
 
 
@@ -334,7 +334,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def storage_of(client: Faulty, deadline: float = 60.0) -> remote.RemoteStorage:
     storage = remote.RemoteStorage(deadline=deadline)
-    storage._made[os.getpid(), "s3"] = client
+    storage._objects[os.getpid(), "s3"] = client
     return storage
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.data.containers.file_reader import LocalFile
-from llava_fsdp.data.containers.tar_container import TarSample, samples
+from llava_fsdp.data.containers.tar_container import TarSample, tar_samples
 from llava_fsdp.runtime.errors import DataError
 
 LONG = "/".join(["folder" * 12] * 4)
@@ -62,7 +62,7 @@ def of_infos(*infos: tarfile.TarInfo, form: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def walk(data: bytes, name: str = "a.tar") -> list[TarSample]:
-    return list(samples(Memory(data, name), Counter()))
+    return list(tar_samples(Memory(data, name), Counter()))
 
 
 def contents(data: bytes) -> dict[tuple[str, str], bytes]:
@@ -97,7 +97,7 @@ def test_members_lie_where_tarfile_finds_them(form: str, tmp_path: Path) -> None
     (tmp_path / "a.tar").write_bytes(data)
     with LocalFile(tmp_path / "a.tar") as file:
         skipped: Counter[str] = Counter()
-        found = list(samples(file, skipped))
+        found = list(tar_samples(file, skipped))
     with tarfile.open(tmp_path / "a.tar") as archive:
         offsets = [(own.offset_data, own.size) for own in archive]
     assert [place for sample in found for place in sample.members.values()] == offsets
@@ -115,7 +115,7 @@ def test_what_belongs_to_no_sample_is_counted() -> None:
         info("README"), info("e", type=tarfile.DIRTYPE, size=4096),
     )  # fmt: skip
     skipped: Counter[str] = Counter()
-    (sample,) = samples(Memory(data), skipped)
+    (sample,) = tar_samples(Memory(data), skipped)
     assert (sample.key, list(sample.members)) == ("d/0", ["jpg", "txt"])
     assert skipped == {"folder": 2, "hidden file": 2, "no extension": 1}
 
@@ -217,7 +217,7 @@ class Hole(Memory):
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_sizes_over_8_gib(form: int) -> None:
     head = info("0.jpg", 9 << 30).tobuf(form)
-    (sample,) = samples(Hole(head, 9 << 30), Counter())
+    (sample,) = tar_samples(Hole(head, 9 << 30), Counter())
     assert sample.members == {"jpg": (len(head), 9 << 30)}
 
 

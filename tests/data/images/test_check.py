@@ -20,7 +20,7 @@ from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.images import check as examining
 from llava_fsdp.data.images.broken_images import ends_early, video_ends_early
-from llava_fsdp.data.images.check import ImageInContainer, check_links, examine, opened
+from llava_fsdp.data.images.check import ImageInContainer, check_links, examine, open_checked
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.problems import Kind
@@ -54,7 +54,7 @@ def encoded(name: str) -> bytes:
 
 
 def decode(path: Path) -> bytes:
-    with opened(path, "x") as picture:
+    with open_checked(path, "x") as picture:
         return picture.convert("RGB").tobytes()
 
 
@@ -206,7 +206,7 @@ def test_messages_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(f"cannot load {io.BytesIO()!r}")
 
     with monkeypatch.context() as patch, pytest.raises(ImageError, match="cannot load the file; take it from its"):
-        patch.setattr(examining, "opening", fail)
+        patch.setattr(examining, "open_bytes", fail)
         examine(path, "x", full=True)
     huge = io.BytesIO()
     Image.new("1", (20000, 10000)).save(huge, "PNG")

@@ -8,7 +8,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
-from llava_fsdp.data.images.check import examine, opened
+from llava_fsdp.data.images.check import examine, open_checked
 from llava_fsdp.data.images.fast_resize import decode, lines_within
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, load_image
@@ -91,7 +91,7 @@ def test_never_decoded_below_what_is_needed(orientation: int, shape: tuple[int, 
     photo(*shape).save(tmp_path / "a.jpg", exif=exif)
     shown = shape if orientation == 1 else shape[::-1]
     for needed in ((56, 56), (56, 40), (40, 56), (shown[0] // 2, shown[1] // 2), (shown[0] // 2 + 1, 1)):
-        with opened(tmp_path / "a.jpg", "x") as file:
+        with open_checked(tmp_path / "a.jpg", "x") as file:
             size = decode(file, needed, "x").image.size
         assert size[0] >= min(needed[0], shown[0]) and size[1] >= min(needed[1], shown[1])
         scale = next(s for s in (8, 4, 2, 1) if shown[0] // s >= needed[0] and shown[1] // s >= needed[1])

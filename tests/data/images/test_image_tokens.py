@@ -140,9 +140,9 @@ def test_the_most_tokens_are_those_of_a_full_grid(size: tuple[int, int]) -> None
     for merge in PatchMerge:
         rule = ImageTokens(AspectRatio.anyres, 28, 4, (size,), merge)
         assert rule.count_tiles(size, 1) == 1 + size[0] * size[1] // 28**2
-        assert rule.most == len(rule.of(size, 1))
+        assert rule.most_tokens == len(rule.of(size, 1))
     padded = ImageTokens(AspectRatio.pad, 28, 4)
-    assert (padded.most, padded.count_tiles(None, 1)) == (4, 1)
+    assert (padded.most_tokens, padded.count_tiles(None, 1)) == (4, 1)
 
 
 @pytest.mark.parametrize("side", slow_after(4, [1, 2, 3, 7, 27]))

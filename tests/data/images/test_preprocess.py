@@ -15,7 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.batching.tile_inputs import normalize
-from llava_fsdp.data.images.check import opened, read_size, to_rgb
+from llava_fsdp.data.images.check import open_checked, read_size, to_rgb
 from llava_fsdp.data.images.fast_resize import decode
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import (
@@ -322,7 +322,7 @@ def test_transparency_is_white_as_transformers_has_it(name: str, folder: Path, t
     theirs = CLIPImageProcessorPil.from_pretrained(folder)(shown, return_tensors="np")["pixel_values"][0]
     values = normalize(ours, torch.from_numpy(preprocessor.pixel_table()))[0]
     np.testing.assert_array_equal(values.numpy(), np.asarray(theirs))
-    with opened(path, "x") as file:  # what is not made smaller has the exact pixels
+    with open_checked(path, "x") as file:  # what is not made smaller has the exact pixels
         assert np.array_equal(np.asarray(decode(file, shown.size, "x").image), expected)
 
 

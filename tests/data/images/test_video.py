@@ -138,9 +138,9 @@ def test_another_number_of_frames_than_was_counted_is_refused(tmp_path: Path) ->
     with pytest.raises(ImageError) as caught:
         reader.tiles(replace(record, frames=((0, 0.0), (44, 10.0))), "a.mp4")
     assert caught.value.kind == Kind.image_unreadable
-    assert reader.is_known(replace(record, sizes=((3, 3), (0, 0)), frames=((0, 0.0), (24, 10.0))))
-    assert not reader.is_known(replace(record, sizes=((3, 3), (0, 0)), frames=((0, 0.0), (0, 0.0))))
-    assert not reader.is_known(replace(record, frames=((0, 0.0), (24, 10.0)))), "the size of one image is needed"
+    assert reader.has_image_facts(replace(record, sizes=((3, 3), (0, 0)), frames=((0, 0.0), (24, 10.0))))
+    assert not reader.has_image_facts(replace(record, sizes=((3, 3), (0, 0)), frames=((0, 0.0), (0, 0.0))))
+    assert not reader.has_image_facts(replace(record, frames=((0, 0.0), (24, 10.0)))), "the size of one image is needed"
 
 
 def broken(kind: str, folder: Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from llava_fsdp.data.images.broken_images import ends_early
-from llava_fsdp.data.images.check import examine, opened
+from llava_fsdp.data.images.check import examine, open_checked
 from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError
@@ -162,7 +162,7 @@ def test_a_file_that_takes_too_much_work_is_refused(case: str, tmp_path: Path) -
     path = tmp_path / "a.bin"
     path.write_bytes(HOSTILE[case]())
     began = time.process_time()
-    with pytest.raises(ImageError, match="too much time or memory") as caught, opened(path, "record 7"):
+    with pytest.raises(ImageError, match="too much time or memory") as caught, open_checked(path, "record 7"):
         pass
     assert caught.value.kind is Kind.image_bomb and "record 7" in str(caught.value)
     with pytest.raises(ImageError) as caught:
@@ -194,7 +194,7 @@ SOUND: dict[str, Callable[[], bytes]] = {
 def test_unusual_files_are_read_as_pillow_reads_them(case: str, tmp_path: Path) -> None:
     path, data = tmp_path / "a.bin", SOUND[case]()
     path.write_bytes(data)
-    with opened(path, "x") as ours, Image.open(io.BytesIO(data)) as theirs:
+    with open_checked(path, "x") as ours, Image.open(io.BytesIO(data)) as theirs:
         assert ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
     assert examine(path, "x", full=True).size == theirs.size
 

@@ -74,10 +74,10 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
     kept = [n for n, kind in enumerate(planted) if kind is None or is_kept(Kind(kind), cfg.labels, cfg.data.too_long)]
     assert [records[n].index for n in range(len(records))] == kept
     assert {planted[n] for n in kept} == {None, "duplicate_id", "special_token", "too_long"}
-    assert len(records) + records.out == len(planted)
+    assert len(records) + records.num_wrong == len(planted)
     assert all(row["reason"].startswith(row["record"]) for row in records.left_out()), "one name everywhere"
     left_out = {row["record"] for row in records.left_out()}
-    assert len(left_out) == records.out and all(str(path) in record for record in left_out)
+    assert len(left_out) == records.num_wrong and all(str(path) in record for record in left_out)
     for number in range(len(records)):
         record = records[number]
         sample = plan_of(cfg, parts).encoder(record)
@@ -105,7 +105,7 @@ def test_columns_without_skipped_records_are_files_of_the_index(
         cfg = config(parts, path, f"data.too_long={too_long.value}")
         records = open_again(cfg, parts)
         index, numbers = records.index, records.numbers
-        bits = mask(*records.dropping)
+        bits = mask(*records.dropped_kinds)
         flags = index.flags(0, len(index))
         assert numbers is not None and numbers.tolist() == np.flatnonzero((flags & bits) == 0).tolist()
         assert isinstance(numbers, np.memmap) and numbers.dtype == np.int64
@@ -138,12 +138,12 @@ def test_training_stops_at_the_door(case: tuple[Path, list[str | None]], parts: 
     with pytest.raises(DataError) as caught:
         refuse_bad_records(records, config(parts, path).data)
     said = str(caught.value)
-    assert said.startswith(f"{path}: {records.out} of {len(planted)} records are wrong\n  ")
+    assert said.startswith(f"{path}: {records.num_wrong} of {len(planted)} records are wrong\n  ")
     assert f"\n  path_outside: 3 ({PROBLEMS[Kind.path_outside].meaning})\n" in said and "too_long" not in said
     first = said.rpartition("report.html; fix them, or leave them out: ")[2].split()
-    assert first == ["data.bad_records=skip", f"data.max_bad_records={records.out}"]
-    too_few = "data.bad_records=skip", f"data.max_bad_records={records.out - 1}"
-    with pytest.raises(DataError, match=rf"which allows {records.out - 1}: ") as caught:
+    assert first == ["data.bad_records=skip", f"data.max_bad_records={records.num_wrong}"]
+    too_few = "data.bad_records=skip", f"data.max_bad_records={records.num_wrong - 1}"
+    with pytest.raises(DataError, match=rf"which allows {records.num_wrong - 1}: ") as caught:
         refuse_bad_records(records, config(parts, path, *too_few).data)
     second = str(caught.value).rpartition(": ")[2]
     refuse_bad_records(records, config(parts, path, *first).data)
@@ -213,7 +213,7 @@ def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monk
         report.unlink()
     index_module.open_index(plan, watch_silently, look_again=True, since=before)
     assert len(looks) == 1, "who came before it and waited"
-    monkeypatch.setattr(index_module, "locked", denied)
+    monkeypatch.setattr(index_module, "holding_lock", denied)
     monkeypatch.setattr(door_module, "write_report", denied)
     with pytest.raises(DataError, match="records are wrong"):
         open_records(cfg, plan.encoder, plan.reader, watch_silently)

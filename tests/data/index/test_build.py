@@ -29,7 +29,7 @@ from llava_fsdp.data.index import record_store, worker_pool
 from llava_fsdp.data.index.build import Index, Plan, is_foreign, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine import duplicate_ids
-from llava_fsdp.data.index.examine.duplicate_ids import duplicates
+from llava_fsdp.data.index.examine.duplicate_ids import find_duplicates
 from llava_fsdp.data.index.record_store import SourceFile
 from llava_fsdp.data.index.worker_pool import chunk_file, chunk_files, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding
@@ -201,9 +201,9 @@ def test_mended_pictures_are_found_when_looking_again(tiles: tuple[str, ...], pa
     cfg = make_config(parts, tmp_path, tmp_path, *here)
     before = open_again(cfg, parts)
     (tmp_path / "images" / "gone.jpg").write_bytes((tmp_path / "images" / "good.jpg").read_bytes())
-    assert open_again(cfg, parts).out == before.out
+    assert open_again(cfg, parts).num_wrong == before.num_wrong
     after = open_again(cfg, parts, look_again=True)
-    assert after.out == before.out - 1 and after.counts["image_missing"] == 0
+    assert after.num_wrong == before.num_wrong - 1 and after.counts["image_missing"] == 0
     mended = planted.index("image_missing")
     assert mended in [after[n].index for n in range(len(after))]
     fresh = make_config(parts, tmp_path, tmp_path, *here, f"data.index={tmp_path / 'fresh'}")
@@ -299,8 +299,8 @@ def test_duplicates_in_any_share(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [[n, first[h]] for n, h in enumerate(hashes.tolist()) if h and first.setdefault(h, n) != n]
     for block in (1000, 64, 7):
         monkeypatch.setattr(duplicate_ids, "BLOCK", block)
-        assert duplicates(hashes, 0, 200).tolist() == expected
-    assert json.dumps(duplicates(hashes, 200, 200).tolist()) == "[]"
+        assert find_duplicates(hashes, 0, 200).tolist() == expected
+    assert json.dumps(find_duplicates(hashes, 200, 200).tolist()) == "[]"
 
 
 def test_a_chunk_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_chunk_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     broken = bytearray(chunk_file(tmp_path / "parts", 2).read_bytes())
     broken[80] ^= 255
     chunk_file(tmp_path / "parts", 2).write_bytes(broken)
-    join(files[:2], [0, 0], tmp_path / "less", lambda _: {}, left_out=["a"])
+    join(files[:2], [0, 0], tmp_path / "less", lambda _: {}, not_joined=["a"])
     assert not (tmp_path / "less" / "a.npy").exists()
     with pytest.raises(SourceError, match=r"00000002\.npz is broken .* run it again"):
         join(files, [0, 0, 0], tmp_path / "again", lambda _: {})

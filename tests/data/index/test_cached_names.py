@@ -20,10 +20,10 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index import build, source_state
-from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
+from llava_fsdp.data.index.build import Plan, encoded_name, newest_version, pictures_name
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.record_store import DataSource, SourceFile
-from llava_fsdp.data.index.source_state import find_state, short, stamp
+from llava_fsdp.data.index.source_state import find_state, short_digest, stamp
 from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
@@ -128,7 +128,7 @@ def test_names_of_images_are_those_of_earlier_versions(plan: Plan) -> None:
     """An index that was made before is not made again."""
     for how in (Examine.decode, Examine.head):
         own = replace(plan, cfg=replace(plan.cfg, examine=how))
-        assert pictures_name(own) == f"pictures-{short(how.value, False, True)}"
+        assert pictures_name(own) == f"pictures-{short_digest(how.value, False, True)}"
 
 
 def test_lengths_are_of_the_version_that_counted_them(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,10 +200,10 @@ def test_a_file_that_changes_while_its_checksum_is_made_is_refused(
     source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known of it afterwards, whatever it is when it has changed back. A file that is gone has changed."""
-    path, own = Path(source.path), source_state.digest
+    path, own = Path(source.path), source_state.digest_of_records
     for change in (lambda: os.utime(path, ns=(10**18, 10**18 + 7)), path.unlink):
         with monkeypatch.context() as patch:
-            patch.setattr(source_state, "digest", lambda file, change=change: (own(file), change())[0])
+            patch.setattr(source_state, "digest_of_records", lambda file, change=change: (own(file), change())[0])
             with pytest.raises(SourceError):
                 find_state(of(source), tmp_path, 100, watch_silently, False)
         assert not (tmp_path / "known.json").exists()
@@ -276,8 +276,8 @@ def test_the_content_of_every_source_counts(source: SourceFile, tmp_path: Path) 
 def test_the_tenth_version_is_newer_than_the_ninth(tmp_path: Path) -> None:
     for name in ("pictures-a.9", "pictures-a.10", "pictures-a.tmp", "pictures-b.11", "pictures-a.parts"):
         (tmp_path / name).mkdir()
-    assert newest(tmp_path / "pictures-a") == tmp_path / "pictures-a.10"
-    assert newest(tmp_path / "pictures-c") is None
+    assert newest_version(tmp_path / "pictures-a") == tmp_path / "pictures-a.10"
+    assert newest_version(tmp_path / "pictures-c") is None
 
 
 def records_of(numbers: list[int] | None, content: str = "a") -> Any:

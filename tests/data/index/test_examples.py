@@ -16,7 +16,7 @@ from videos import write_mixed
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.examine import examples as examples_module
-from llava_fsdp.data.index.examine.examples import draw, draw_examples
+from llava_fsdp.data.index.examine.examples import draw_examples, draw_numbers
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.detokenize import spell
 from llava_fsdp.data.text.tokenizer import open_tokenizer
@@ -160,15 +160,15 @@ def test_an_image_that_broke_since_is_named(parts: Path, dataset: Path, tmp_path
     ([7] * 5, 20, [4] * 5), ([1] * 7, 20, [1] * 7),
 ])  # fmt: skip
 def test_records_are_drawn_from_all_sources(counts: list[int], most: int, shares: list[int]) -> None:
-    drawn = draw(counts, most)
-    assert drawn == sorted(set(drawn)) == draw(counts, most)
+    drawn = draw_numbers(counts, most)
+    assert drawn == sorted(set(drawn)) == draw_numbers(counts, most)
     found = np.bincount(np.searchsorted(np.cumsum(counts), drawn, side="right"), minlength=len(counts))
     assert sorted(found.tolist()) == sorted(shares)
     assert all(share <= count for share, count in zip(found, counts, strict=True))
 
 
 def test_of_many_sources_some_are_drawn() -> None:
-    drawn = draw([3] * 100, 20)
+    drawn = draw_numbers([3] * 100, 20)
     assert len({number // 3 for number in drawn}) == 20 and max(drawn) > 150 and any(n % 3 for n in drawn)
 
 
@@ -186,7 +186,7 @@ def test_pieces_are_the_whole_text(text: str, parts: Path) -> None:
 
 @pytest.mark.parametrize("counts", [[1, 100], [5, 1000], [3, 100, 3], [5, 100, 100], [0, 2], [7] * 30])
 def test_every_source_gives_what_it_has(counts: list[int]) -> None:
-    drawn = draw(counts, 20)
+    drawn = draw_numbers(counts, 20)
     assert len(drawn) == len(set(drawn)) == min(20, sum(counts)) and drawn == sorted(drawn)
     ends = list(itertools.accumulate(counts))
     shares = [sum(end - count <= number < end for number in drawn) for end, count in zip(ends, counts, strict=True)]

@@ -53,13 +53,13 @@ def test_bounds_grow_with_bad_ones() -> None:
 @pytest.mark.parametrize("size", [1, 3, 99, 101])
 def test_a_sample_is_fixed_and_has_the_end_of_every_file(ends: tuple[int, ...], size: int) -> None:
     sample = ImageSample(ends, size)
-    drawn, chosen = sample.drawn.tolist(), sample.chosen.tolist()
-    assert drawn == sorted(set(drawn)) == ImageSample(ends, size).drawn.tolist()
+    drawn, chosen = sample.drawn_at_random.tolist(), sample.decoded.tolist()
+    assert drawn == sorted(set(drawn)) == ImageSample(ends, size).drawn_at_random.tolist()
     assert len(drawn) == min(size, ends[-1]) and set(drawn) <= set(chosen)
     assert all(0 <= row < ends[-1] for row in chosen)
     begins = (0, *ends[:-1])
     for begin, end in zip(begins, ends, strict=True):
-        own = sample.between(begin, end).tolist()
+        own = sample.decoded_between(begin, end).tolist()
         assert own == [row for row in chosen if begin <= row < end] and len(own) >= min(EACH_FILE, end - begin)
         assert begin == end or end - 1 in own
 
@@ -68,7 +68,7 @@ def test_a_sample_is_fixed_and_has_the_end_of_every_file(ends: tuple[int, ...], 
 def test_each_image_is_drawn_as_often_as_another() -> None:
     counts = np.zeros(7)
     for total in range(1_000, 8_000):
-        counts += np.bincount(ImageSample((total,), 1).drawn * 7 // total, minlength=7)
+        counts += np.bincount(ImageSample((total,), 1).drawn_at_random * 7 // total, minlength=7)
     assert abs(counts - 1_000).max() < 5 * 1_000**0.5
 
 
@@ -100,7 +100,7 @@ def images_of(records: Records) -> list[str]:
 
 
 def sample_of(size: int = 5, ends: tuple[int, ...] = (10, 11, 21)) -> list[int]:
-    return ImageSample(ends, size).chosen.tolist()
+    return ImageSample(ends, size).decoded.tolist()
 
 
 def cut(path: Path) -> None:
@@ -148,7 +148,7 @@ def test_no_more_is_opened_than_needed(
     whole = open_again(config(parts, shards, "decode", *overrides), parts)
     for column in ("lengths", "labels", "images", "tiles", "image_tokens"):
         assert getattr(records, column).tolist() == getattr(whole, column).tolist()
-    assert records.fingerprint == whole.fingerprint and not records.out
+    assert records.fingerprint == whole.fingerprint and not records.num_wrong
 
 
 def test_a_sample_finds_what_is_in_it_and_nothing_else(parts: Path, shards: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_sample_finds_what_is_in_it_and_nothing_else(parts: Path, shards: Path
     bad = [row for row in sample_of() if row % 2 == 0]
     found = [records.index.store.record(row["record"]).images[0] for row in records.index.rows()]
     assert sorted(found) == sorted(names[row] for row in bad) and 0 < len(bad) < len(names) // 2
-    drawn = ImageSample((21,), 5).drawn
+    drawn = ImageSample((21,), 5).drawn_at_random
     own = records.index.examined
     assert own is not None and own == Examined(21, len(sample_of()), len(bad), 5, int((drawn % 2 == 0).sum()))
     assert own.bound == upper_bound(own.bad_drawn, 5)
@@ -170,7 +170,7 @@ def test_a_sample_finds_what_is_in_it_and_nothing_else(parts: Path, shards: Path
     cut(shards / "images" / next(name for row, name in enumerate(names) if row % 2 and row not in sample_of()))
     again = open_again(cfg, parts, look_again=True)
     fresh = open_again(config(parts, shards, "sample", f"data.index={shards / 'fresh'}"), parts)
-    assert again.out == fresh.out == len(bad) - 1 and again.index.examined == fresh.index.examined
+    assert again.num_wrong == fresh.num_wrong == len(bad) - 1 and again.index.examined == fresh.index.examined
     assert again.index.pictures.name.endswith(".1")
     assert again.numbers is not None and again.numbers.tolist() == fresh.numbers.tolist()
     with pytest.raises(DataError, match="records are wrong"):
@@ -299,10 +299,10 @@ def test_of_a_remote_image_only_what_is_examined_is_fetched(how: Examine, parts:
     rows_of = sample_of(5, (21,))
     sizes: dict[int, list[int]] = {}
     for numbers in task.chunks:
-        decoded = task.decoded(*task.rows_of(numbers))
-        for number in task.opened(numbers, decoded):
+        decoded = task.decoded_images(*task.rows_of(numbers))
+        for number in task.records_to_open(numbers, decoded):
             held = index.store.record(number).inline
-            needed = [task.needed(decoded, (), number, name, place) for name, place in held.items()]
+            needed = [task.bytes_to_fetch(decoded, (), number, name, place) for name, place in held.items()]
             sizes[number] = [place.size for place in needed if place is not None]
     whole = {number: [(shards / "images" / row["image"]).stat().st_size] for number, row in enumerate(rows)}
     assert max(whole.values()) > [HEAD_BYTES]

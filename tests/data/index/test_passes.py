@@ -16,7 +16,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index import build, record_store
 from llava_fsdp.data.index.build import Plan, encoding_of, is_part, last_look, note_look, pictures_name
-from llava_fsdp.data.index.examine.bad_records import refuse_bad_records, remarks, same_files
+from llava_fsdp.data.index.examine.bad_records import describe_same_files, refuse_bad_records, remarks
 from llava_fsdp.data.index.examine.examine_passes import (
     ExaminePictures,
     Findings,
@@ -27,9 +27,9 @@ from llava_fsdp.data.index.examine.examine_passes import (
     check_pictures_named,
     sizes_of,
 )
-from llava_fsdp.data.index.find_files import in_index, is_records
+from llava_fsdp.data.index.find_files import is_in_index, is_records
 from llava_fsdp.data.index.record_store import NumberedFile, RecordStore, SourceFile, sources_of
-from llava_fsdp.data.index.token_pass import check_cut, tell_special
+from llava_fsdp.data.index.token_pass import tell_if_cut, tell_special_token
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
@@ -82,15 +82,15 @@ def test_chunks_are_of_one_file_and_named_by_it() -> None:
 def test_problems_are_those_of_their_record() -> None:
     """One of each kind; numbers are those in the file, and names are shown without what controls a terminal."""
     found = Findings(range(7, 10), first=5)
-    tell = found.of(8, "own")
+    tell = found.teller_of(8, "own")
     for kind, reason in ((Kind.url, "a\x1b[1m"), (Kind.url, "second"), (Kind.no_labels, "b")):
         tell(kind, reason)
-    found.of(9, None)(Kind.too_long, "c")
+    found.teller_of(9, None)(Kind.too_long, "c")
     assert found.flags.tolist() == [0, BITS[Kind.url] | BITS[Kind.no_labels], BITS[Kind.too_long]]
-    assert [(row["record"], row["id"], row["kind"]) for row in found.rows] == [
+    assert [(row["record"], row["id"], row["kind"]) for row in found.problems] == [
         (3, "own", "url"), (3, "own", "no_labels"), (4, None, "too_long"),
     ]  # fmt: skip
-    assert "\x1b" not in found.rows[0]["reason"] and found.rows[0]["reason"].startswith("a")
+    assert "\x1b" not in found.problems[0]["reason"] and found.problems[0]["reason"].startswith("a")
     assert found.columns["flags"] is found.flags
 
 
@@ -136,22 +136,22 @@ def test_which_images_are_opened(
 ) -> None:
     """To their ends where they are decoded, and else to where their sizes are."""
     task = with_store(pictures_pass(tmp_path, how, opens_all, [1, 0, 2, 3]), store_of(3, 1))
-    assert PictureNames(tmp_path).of(2) == ["1.png", "2.png"] and PictureNames(tmp_path).of(1) == []
+    assert PictureNames(tmp_path).names_of(2) == ["1.png", "2.png"] and PictureNames(tmp_path).names_of(1) == []
     assert task.rows_of(range(2, 4)) == (1, 6)
-    decoded = task.decoded(1, 6)
+    decoded = task.decoded_images(1, 6)
     assert list(decoded) == (list(range(1, 6)) if how is Examine.decode else [])
-    assert list(task.opened(range(4), decoded)) == opened
+    assert list(task.records_to_open(range(4), decoded)) == opened
     place = ImageLocation("far", 7, HEAD_BYTES + 9)
-    needed = task.needed(decoded, set(), 2, "1.png", place)
+    needed = task.bytes_to_fetch(decoded, set(), 2, "1.png", place)
     assert needed == (None if head is None else replace(place, size=HEAD_BYTES) if head else place)
-    assert task.needed(decoded, {("images", "1.png", how is Examine.decode)}, 2, "1.png", place) is None
+    assert task.bytes_to_fetch(decoded, {("images", "1.png", how is Examine.decode)}, 2, "1.png", place) is None
 
 
 def test_a_sample_opens_the_records_of_its_images(tmp_path: Path) -> None:
     task = with_store(pictures_pass(tmp_path, Examine.sample, False, [1, 0, 2, 3]), store_of(3, 1))
-    task.__dict__["sample"] = SimpleNamespace(between=lambda begin, end: np.array([0, 2, 5]))
-    assert list(task.opened(range(4), task.decoded(0, 6))) == [0, 2, 3]
-    assert list(task.opened(range(2, 4), frozenset({1, 3}))) == [2, 3]
+    task.__dict__["sample"] = SimpleNamespace(decoded_between=lambda begin, end: np.array([0, 2, 5]))
+    assert list(task.records_to_open(range(4), task.decoded_images(0, 6))) == [0, 2, 3]
+    assert list(task.records_to_open(range(2, 4), frozenset({1, 3}))) == [2, 3]
     keys = [task.key_of(range(3)), task.key_of(range(1, 3))]
     assert len({*keys, "key0"}) == 3 and all(key.startswith("key0-") for key in keys)
 
@@ -164,8 +164,8 @@ def test_an_image_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:
 
     store = SimpleNamespace(data_files=SimpleNamespace(read=missing), parts=[])
     task = with_store(pictures_pass(tmp_path, Examine.decode, True, [1]), store)
-    assert task.look(None, "a.png", True, None) == ImageFacts(0, 0, 0)
-    found = task.look("s3://bucket/films", "a.mp4", True, None)
+    assert task.examine_one(None, "a.png", True, None) == ImageFacts(0, 0, 0)
+    found = task.examine_one("s3://bucket/films", "a.mp4", True, None)
     assert isinstance(found, ImageProblem) and found.kind == Kind.image_unreadable
 
 
@@ -177,7 +177,7 @@ def test_sizes_of_images_and_lengths_of_videos(tmp_path: Path) -> None:
     for name, values in columns.items():
         np.save(tmp_path / f"{name}.npy", np.array(values))
     sizes = PictureSizes(tmp_path, tmp_path)
-    assert [sizes.of(0, 1), sizes.of(1, 0)] == [(30, 40, 41), (50, 60, 61)]
+    assert [sizes.sizes_of(0, 1), sizes.sizes_of(1, 0)] == [(30, 40, 41), (50, 60, 61)]
     record = replace(RECORD, images=("a", "b"))
     found = sizes.put(record, 0)
     assert (found.sizes, found.frames) == (((10, 20), (30, 40)), ((0, 0.0), (7, 2.5)))
@@ -254,9 +254,9 @@ def test_more_images_than_can_be_decoded_are_sampled(
     monkeypatch.setattr(DataConfig, "__post_init__", lambda self: None)
     np.save(tmp_path / "first_picture.npy", np.array([0, 2, images]))
     plan = Plan(data_config(Examine.auto), None, None, 1)  # type: ignore[arg-type]
-    assert plan.settled(tmp_path).cfg.examine is how
+    assert plan.with_examine_chosen(tmp_path).cfg.examine is how
     head = Plan(data_config(Examine.head), None, None, 1)  # type: ignore[arg-type]
-    assert head.settled(tmp_path) is head
+    assert head.with_examine_chosen(tmp_path) is head
 
 
 def data_config(how: Examine = Examine.auto, **values: Any) -> DataConfig:
@@ -307,7 +307,9 @@ def test_names_of_files_of_records(name: str, expected: bool) -> None:
 
 
 def test_files_in_an_index_are_no_records() -> None:
-    assert in_index("a/b.json.index/rows/c.json") and not in_index("a/b.index") and not in_index("a/index/c.json")
+    assert (
+        is_in_index("a/b.json.index/rows/c.json") and not is_in_index("a/b.index") and not is_in_index("a/index/c.json")
+    )
 
 
 def test_sources_keep_their_settings(tmp_path: Path) -> None:
@@ -375,7 +377,8 @@ def records_with(**values: Any) -> Any:
         def __len__(self) -> int:
             return self.size
 
-    records = Sized(size=90, counts=counts, out=0, dropping=[Kind.url, Kind.too_long], source_counts=[60, 30])
+    dropped = [Kind.url, Kind.too_long]
+    records = Sized(size=90, counts=counts, num_wrong=0, dropped_kinds=dropped, source_counts=[60, 30])
     records.index = Sized(**vars(index), size=100, unread_keys={})
     records.pictures = np.array([1] + [0] * 89)
     for name, value in values.items():
@@ -386,13 +389,17 @@ def records_with(**values: Any) -> Any:
 @pytest.mark.parametrize(
     ("records", "keys", "said"),
     [
-        ({"out": 2}, {}, None),
+        ({"num_wrong": 2}, {}, None),
         (
-            {"out": 3, "counts": {Kind.url: 3}},
+            {"num_wrong": 3, "counts": {Kind.url: 3}},
             {},
             r"3 of 100 records are wrong\n  url: 3 .*max_bad_records=2, which allows 2",
         ),
-        ({"out": 1, "counts": {Kind.url: 1}}, {"bad_records": BadRecords.fail}, r"1 of 100 .*data\.bad_records=skip"),
+        (
+            {"num_wrong": 1, "counts": {Kind.url: 1}},
+            {"bad_records": BadRecords.fail},
+            r"1 of 100 .*data\.bad_records=skip",
+        ),
         ({"counts": {Kind.too_long: 4}}, {"too_long": TooLong.fail}, r"4 of 100 records are too long\n.*\nlong\n"),
         ({"counts": {Kind.too_long: 4}}, {"too_long": TooLong.skip}, None),
         ({"size": 0}, {}, "no record is left"),
@@ -424,9 +431,9 @@ def test_what_is_remarked() -> None:
     last.index.store.sources[1] = SourceFile("b", "b.json", "images")
     assert "no record of b.json has an image" in remarks(last), "those of the source before do not count"
     records = records_with()
-    assert same_files(records) == ""
+    assert describe_same_files(records) == ""
     records.index.store.parts.append(SimpleNamespace(file=SourceFile("c", "./a.json", None)))
-    assert "sources a and c are the same file" in same_files(records)
+    assert "sources a and c are the same file" in describe_same_files(records)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +450,7 @@ def test_what_is_said_of_a_cut(cut: int, labels: int, whole: int, kinds: list[Ki
         sample=SimpleNamespace(positions_cut=cut, num_labels=labels),
         whole=SimpleNamespace(input_ids=range(10 + cut), num_labels=whole),
     )
-    check_cut(RECORD, made, 10, lambda kind, reason: found.append((kind, reason)))
+    tell_if_cut(RECORD, made, 10, lambda kind, reason: found.append((kind, reason)))
     assert [kind for kind, _ in found] == kinds and said in (found[-1][1] if found else "")
 
 
@@ -456,8 +463,8 @@ def test_what_is_said_of_special_tokens(special: str, said: str) -> None:
         tokenizer=SimpleNamespace(find_special=lambda given: spans if given == text else spans[:1]),
         special_tokens=SpecialTokens(special),
     )
-    tell_special(RECORD, 2, text, encoder, lambda kind, reason: found.append((kind, reason)))
+    tell_special_token(RECORD, 2, text, encoder, lambda kind, reason: found.append((kind, reason)))
     ((kind, reason),) = found
     assert kind == Kind.special_token and f"turn 2 has the special token </s> in its text, which is {said}" in reason
-    tell_special(RECORD, 2, "<image>", encoder, lambda kind, reason: found.append((kind, reason)))
+    tell_special_token(RECORD, 2, "<image>", encoder, lambda kind, reason: found.append((kind, reason)))
     assert len(found) == 1

@@ -175,7 +175,7 @@ def test_bad_images_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_p
     rows = [{"id": n, "image": [p] if several and p else p, "conversations": turns} for n, p in enumerate(pictures)]
     path = write(tmp_path / "a.parquet", rows)
     records = opened(path, parts, dataset)
-    assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.out == 2
+    assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.num_wrong == 2
     (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
     assert f"record 1 (id 1): image y.png in {path}, " in reason and "is truncated after" in reason
     assert records[1].images == ("0.jpg",)
@@ -205,7 +205,7 @@ def test_text_that_is_not_utf8(parts: Path, dataset: Path, tmp_path: Path) -> No
     wrong = pyarrow.table({"conversations": pyarrow.ListArray.from_arrays(column.offsets, inner)})
     parquet.write_table(wrong, tmp_path / "a.parquet")
     records = opened(tmp_path / "a.parquet", parts, dataset)
-    assert len(records) == records.out == records.counts["not_utf8"] == 1
+    assert len(records) == records.num_wrong == records.counts["not_utf8"] == 1
 
 
 def test_paths_as_hugging_face_writes_them(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, 
     schema = schema if key == "photo" else schema.set(0, pyarrow.field("image", struct))
     records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
     kind = "media_not_read" if key == "photo" else "tag_without_image"
-    assert records.counts[kind] == records.out == 2
+    assert records.counts[kind] == records.num_wrong == 2
 
 
 def test_media_in_columns_that_are_not_read(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -308,7 +308,10 @@ def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> 
     records = opened(
         path, parts, dataset, "data.max_record_bytes=2000", "data.bad_records=skip", "data.max_bad_records=9"
     )
-    assert records.counts["record_too_large"] == records.out == 2 and [records[n].id for n in (0, 1)] == ["r0", "r3"]
+    assert records.counts["record_too_large"] == records.num_wrong == 2 and [records[n].id for n in (0, 1)] == [
+        "r0",
+        "r3",
+    ]
     assert [row["id"] for row in records.index.rows()] == ["r1", "r2"]
     assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())
     with pytest.raises(DataError, match=r"record 1 \(id r1\) has [\d,]+ bytes"):

@@ -12,7 +12,7 @@ from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.bounded_jinja import BREAKS, MEMORY, process, render
 from llava_fsdp.data.text.jinja_template import OWN, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.export.write.chat_template import templated
+from llava_fsdp.export.write.chat_template import template_ids
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 CHATML = (
@@ -79,7 +79,7 @@ def test_ids_are_those_of_apply_chat_template(tmp_path: Path) -> None:
         messages = [{"role": "user", "content": text}]
         for asks in (False, True):
             ids = theirs.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False)
-            assert templated(theirs, messages, asks) == ids
+            assert template_ids(theirs, messages, asks) == ids
 
 
 def test_a_rendering_takes_little_memory() -> None:

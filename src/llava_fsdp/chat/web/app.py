@@ -66,7 +66,7 @@ def check_inputs(blocks: Sequence[Any], data: list[Any]) -> None:
 def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
     """Build the chat page and connect its controls; `sessions` keeps the conversation of each visitor."""
     assistant = sessions.assistant
-    most = max(1, min(2048, assistant.max_tokens))
+    most_tokens = max(1, min(2048, assistant.max_tokens))
     about = (
         f"<b>{html.escape(assistant.checkpoint)}</b>, template {html.escape(assistant.template_name)}; "
         f"images: {', '.join(FORMATS)}, at most {cfg.max_upload_mb} MiB each"
@@ -88,10 +88,18 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
         with gr.Accordion("How answers are written", open=False):
             temperature = gr.Slider(0, max(2.0, cfg.temperature), cfg.temperature, step=0.05, label="temperature")
             top_p = gr.Slider(0.05, 1, cfg.top_p, step=0.05, label="top_p")
-            tokens = gr.Slider(1, most, min(cfg.max_new_tokens, most), step=1, label="max_new_tokens")
+            tokens = gr.Slider(1, most_tokens, min(cfg.max_new_tokens, most_tokens), step=1, label="max_new_tokens")
 
-        def ask(box: dict[str, Any], heat: float, share: float, length: float, request: gr.Request) -> Iterator[Any]:
-            yield from answer(sessions, str(request.session_hash), box, (heat, share, length))
+        def ask(
+            box: dict[str, Any],
+            temperature_value: float,
+            top_p_value: float,
+            max_new_tokens: float,
+            request: gr.Request,
+        ) -> Iterator[Any]:
+            yield from answer(
+                sessions, str(request.session_hash), box, (temperature_value, top_p_value, max_new_tokens)
+            )
 
         def show(request: gr.Request) -> tuple[Any, ...]:
             return history(sessions.get(str(request.session_hash))), gr.MultimodalTextbox(interactive=True)

@@ -27,7 +27,7 @@ from llava_fsdp.runtime.text.log import log
 MiB = 1 << 20
 LARGEST_JSON = MiB
 """Maximum size in bytes of a request that uploads no file."""
-ROOM = 2048 * MiB
+MOST_UPLOADED_BYTES = 2048 * MiB
 """Maximum size in bytes of all uploaded files together."""
 LONGEST_PATH = 1024
 """Maximum number of characters of the path of a request."""
@@ -40,12 +40,12 @@ MOST_FILES = 10_000
 """Maximum number of uploaded files, which are counted at each upload."""
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
-READ = re.compile(
+READ_ROUTES = re.compile(
     r"/(config|theme\.css|favicon\.ico|manifest\.json|assets/.*|static/.*|svelte/.*)?"
     r"|/gradio_api/(startup-events|app_id|info|queue/data|upload_progress|heartbeat/\w+|file=.+)"
 )
-CALLED = re.compile(r"/gradio_api/(queue/join|run/predict)/?")
-WRITTEN = re.compile(r"/gradio_api/(queue/join|run/predict|upload|cancel|reset)/?")
+CALL_ROUTES = re.compile(r"/gradio_api/(queue/join|run/predict)/?")
+WRITE_ROUTES = re.compile(r"/gradio_api/(queue/join|run/predict|upload|cancel|reset)/?")
 # Nothing is loaded from other sites, and no other site may show the page in a frame. Gradio's scripts are inline and
 # use eval.
 HEADERS = {
@@ -71,12 +71,12 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """ASGI application that checks requests to the chat page and passes the accepted ones on to another ASGI
-    application. A request that makes the other fail is answered with 400, and one line is logged instead of a
+    """ASGI application that checks requests to the chat page and passes the accepted ones on to the guarded ASGI
+    application, Gradio's. A request that makes this one fail is answered with 400, and one line is logged instead of a
     traceback.
 
     Attributes:
-        app: the other application.
+        app: the guarded application.
         host: name or address that the page is served at.
         uploads: folder of the uploaded files; files are served from no other folder.
         largest_request: maximum size in bytes of a request that uploads files.
@@ -99,7 +99,7 @@ class RequestGuard:
             return  # a WebSocket, which the page does not use, is not opened
         headers, send = Headers(scope=scope), with_headers(send)
         try:
-            check_names(headers, self.host, scope["method"])
+            check_origin(headers, self.host, scope["method"])
             check_route(scope["method"], scope["path"])
             if scope["path"].startswith(FILE):
                 check_file(scope["path"].removeprefix(FILE), self.uploads)
@@ -113,35 +113,39 @@ class RequestGuard:
             if scope["method"] == "POST":
                 body = await whole_body(receive)
                 tree = check_body(body, self.uploads)
-                if CALLED.fullmatch(scope["path"]):
+                if CALL_ROUTES.fullmatch(scope["path"]):
                     check_call(tree, self.functions)
-                receive = replayed(body, receive)
+                receive = replay_body(body, receive)
             await self.pass_on(scope, receive, send)
         except RequestRefused as refusal:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give a request to the other application. Raise RequestRefused if this fails before an answer has begun."""
-        began, held = False, list[Message]()
+        """Give a request to the guarded application (`app`), which answers with `send`. If it raises an exception
+        before an answer has begun, raise RequestRefused with status 400: such an exception comes from a request that
+        the application cannot read, since the page itself sends no such requests."""
+        has_begun, held_back = False, list[Message]()
 
-        async def sent(message: Message) -> None:
-            nonlocal began
-            if held or (message["type"] == "http.response.start" and message["status"] == 500):
-                held.append(message)  # Starlette's answer to an error, which it raises afterwards
+        async def send_unless_error(message: Message) -> None:
+            """Send a part of the answer, or hold it back if the answer's status is 500: Starlette sends such an answer
+            to an exception, and raises the exception afterwards."""
+            nonlocal has_begun
+            if held_back or (message["type"] == "http.response.start" and message["status"] == 500):
+                held_back.append(message)
             else:
-                began = True
+                has_begun = True
                 await send(message)
 
         try:
-            await self.app(scope, receive, sent)
+            await self.app(scope, receive, send_unless_error)
         except Exception as error:
             log().warning(
                 "a request for %s failed: %s: %s", scope["path"][:100], type(error).__name__, str(error)[:200]
             )
-            if not began:
+            if not has_begun:
                 raise RequestRefused(400, "the request cannot be read") from error
             return
-        for message in held:
+        for message in held_back:  # the application answered 500 without an exception
             await send(message)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
@@ -154,8 +158,10 @@ class RequestGuard:
             raise RequestRefused(411, "files need a Content-Length, and no Transfer-Encoding")
         if int(length) > self.largest_request:
             raise RequestRefused(413, f"more than {self.largest_request // MiB} MiB at once")
-        if sum(self.incoming) + int(length) + bytes_in(self.uploads) > ROOM:
-            raise RequestRefused(507, f"the page holds {ROOM // MiB} MiB of files, and takes no more: start it again")
+        if sum(self.incoming) + int(length) + bytes_in(self.uploads) > MOST_UPLOADED_BYTES:
+            raise RequestRefused(
+                507, f"the page holds {MOST_UPLOADED_BYTES // MiB} MiB of files, and takes no more: start it again"
+            )
 
 
 def bytes_in(folder: Path) -> int:
@@ -169,7 +175,7 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-def check_names(headers: Mapping[str, str], host: str, method: str = "GET") -> None:
+def check_origin(headers: Mapping[str, str], host: str, method: str = "GET") -> None:
     """Raise RequestRefused if a request's headers show that it comes from another site that is open in the user's
     browser. Another site may only link to the page, not send a form. `host` is the name or address that the page is
     served at.
@@ -205,7 +211,7 @@ def check_route(method: str, path: str) -> None:
     """Raise RequestRefused for a method and path that the page does not use; Gradio has many such routes."""
     if len(path) > LONGEST_PATH:
         raise RequestRefused(414, "the address is too long")
-    routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
+    routes = {"GET": READ_ROUTES, "HEAD": READ_ROUTES, "POST": WRITE_ROUTES}.get(method)
     if routes is None or routes.fullmatch(path) is None:
         raise RequestRefused(404, "not found")
 
@@ -232,7 +238,7 @@ def check_body(body: bytes, uploads: Path) -> Any:
     if not body:
         return None
     try:
-        tree = json.loads(body, parse_constant=no_number)
+        tree = json.loads(body, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         raise RequestRefused(400, "not JSON") from None
     names = 0
@@ -249,7 +255,8 @@ def check_body(body: bytes, uploads: Path) -> Any:
     return tree
 
 
-def no_number(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Refuse NaN and infinities, which Python reads although they are not JSON."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -274,18 +281,18 @@ def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
     """Yield all objects (dicts) within a parsed JSON value, without recursion, because they may be deeply nested."""
-    left = [tree]
-    while left:
-        value = left.pop()
+    unvisited = [tree]
+    while unvisited:
+        value = unvisited.pop()
         if isinstance(value, dict):
             yield value
-            left.extend(value.values())
+            unvisited.extend(value.values())
         elif isinstance(value, list):
-            left.extend(value)
+            unvisited.extend(value)
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """Read a request's body; raise RequestRefused if it has more than LARGEST_JSON bytes."""
+    """Read a request's whole body; raise RequestRefused if it has more than LARGEST_JSON bytes."""
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -296,22 +303,22 @@ async def whole_body(receive: Receive) -> bytes:
     return bytes(body)
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI `receive` function for a request whose body was already read: its first call returns `body`, later
     calls are passed to `receive`."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-    async def again() -> Message:
+    async def receive_again() -> Message:
         return next(messages, None) or await receive()
 
-    return again
+    return receive_again
 
 
 def with_headers(send: Send) -> Send:
     """Return an ASGI `send` function that adds security headers to a response (HEADERS) and removes headers that would
     let other sites read it."""
 
-    async def sent(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             for name in [name for name in headers if name.startswith("access-control-")]:
@@ -319,4 +326,4 @@ def with_headers(send: Send) -> Send:
             headers.update(HEADERS)
         await send(message)
 
-    return sent
+    return send_with_headers

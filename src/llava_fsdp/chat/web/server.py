@@ -13,10 +13,10 @@ from llava_fsdp.config import ChatConfig
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 
-GRACE = 2
+GRACE_SECONDS = 2
 """Seconds that open connections get to finish when the server ends. Those of a page that is still open in a browser
 never close by themselves."""
-FORM = 64 << 10
+FORM_BYTES = 64 << 10
 """Maximum number of bytes that an upload request may have for each file besides the file's content."""
 
 
@@ -33,17 +33,17 @@ def serve(cfg: ChatConfig) -> None:
         from llava_fsdp.chat.web.app import make_app
         from llava_fsdp.chat.web.security import MiB, RequestGuard
 
-        with bound(cfg.host, cfg.port) as listening:
+        with listen(cfg.host, cfg.port) as listening:
             assistant = open_assistant(cfg.model.checkpoint, limited_images=True)
             assert assistant.image_process is not None
             assistant.image_process.start()
             sessions = Sessions(assistant, cfg)
-            largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM)
+            largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM_BYTES)
             app, functions = make_app(sessions, cfg)
             app = RequestGuard(app, cfg.host, Path(folder), largest, functions)
             settings = uvicorn.Config(
                 app, log_level="error", access_log=False, use_colors=False, server_header=False, proxy_headers=False,
-                ws="none", timeout_graceful_shutdown=GRACE,
+                ws="none", timeout_graceful_shutdown=GRACE_SECONDS,
             )  # fmt: skip
 
             class Server(uvicorn.Server):
@@ -53,12 +53,12 @@ def serve(cfg: ChatConfig) -> None:
 
             server = Server(settings)
             log().info("%s", address_line(cfg, listening))
-            before = [signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)]
+            previous_handlers = [signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)]
             try:
                 server.run(sockets=[listening])  # handles both signals, and raises them again at its end
             finally:
                 sessions.end()
-                for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+                for number, handler in zip((signal.SIGINT, signal.SIGTERM), previous_handlers, strict=True):
                     signal.signal(number, handler)
     log().info("the page has ended")
 
@@ -71,7 +71,7 @@ def prepare_environment(folder: str) -> None:
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def bound(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises ConfigError if the port is taken or the address does not belong to this
     machine."""
     try:
@@ -85,6 +85,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address_line(cfg: ChatConfig, listening: socket.socket) -> str:
+    """Return the log message with the page's address, and a warning if other machines can open the page."""
     name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
     line = f"the page is at http://{name}:{cfg.port}; Ctrl-C ends it"
     if listening.getsockname()[0] not in ("127.0.0.1", "::1"):

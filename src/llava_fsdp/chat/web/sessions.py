@@ -94,6 +94,7 @@ class Sessions:
 
 
 def without_folders(message: str, files: list[Path]) -> str:
+    """Return an error message in which uploaded files have no folders: these are the server's own affair."""
     for path in files:
         message = message.replace(f"image {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message

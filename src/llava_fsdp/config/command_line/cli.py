@@ -38,7 +38,7 @@ from llava_fsdp.runtime.errors import ConfigError, FolderLost, LlavaFsdpError, S
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.run_dir import is_locked_by_other_launch, make_run_folder
-from llava_fsdp.runtime.files.status_file import PATIENCE, Outcome, final_status, is_absent, log_write_errors
+from llava_fsdp.runtime.files.status_file import PATIENCE_SECONDS, Outcome, final_status, is_absent, log_write_errors
 from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.process.process_end import end_agent, end_torchrun, end_with
 from llava_fsdp.runtime.text.log import leave_noise_out, log, setup_logging
@@ -162,7 +162,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         outcome, message = Outcome(ENDINGS["bug"], f"{type(error).__name__}: {error}"), traceback.format_exc()
     silent = on_every_rank and is_later_rank()
     if silent:
-        time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
+        time.sleep(PATIENCE_SECONDS)  # rank 0 reports the error, writes the status, and ends first
     # without a valid configuration (`is_private` is None), it is not known who may read the folder
     if folder is not None and is_training and not is_later_rank() and is_private is not None:
         make_folder_of_status(folder, outcome, is_private)
@@ -194,7 +194,7 @@ def end_process(
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
         write_torchrun_error(message)
     elif not silent:
-        time.sleep(PATIENCE)
+        time.sleep(PATIENCE_SECONDS)
         code = earlier["exit_code"] if earlier is not None else code
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
@@ -236,7 +236,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any
             rank has failed.
     """
     if ends_torchrun or (is_permanent and is_later_rank()):
-        time.sleep(PATIENCE)  # the other ranks of this machine report the error and end first
+        time.sleep(PATIENCE_SECONDS)  # the other ranks of this machine report the error and end first
     if ends_torchrun:
         end_torchrun()
     # on several machines, `end_torchrun` has ended the agent already, because the agent is their torchrun

@@ -63,12 +63,15 @@ class LlavaSampler:
             )
 
     def samples(self, step: int) -> list[int]:
+        """Return the numbers of a step's records, of all ranks."""
         return [index for rank in self.assignment(step) for batch in rank for index in batch]
 
     def draw(self, steps: int) -> None:
+        """Draw the order of the records in all epochs that the first `steps` steps need."""
         self.epoch((steps * self.accumulation - 1) // self.batches_per_epoch)
 
     def assignment(self, step: int) -> Assignment:
+        """Return the numbers of a step's records as [rank][micro-batch][record]."""
         numbers = range(step * self.accumulation, (step + 1) * self.accumulation)
         places = [divmod(n, self.batches_per_epoch) for n in numbers]
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
@@ -83,13 +86,13 @@ class LlavaSampler:
         """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws."""
         # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
-        alone = self.world_size == 1
+        is_one_rank = self.world_size == 1
         if self.grouped:
-            megabatches = self.process_generator if alone else self.sampler_generator
+            megabatches = self.process_generator if is_one_rank else self.sampler_generator
             chunks = self.world_size * self.accumulation
-            return modality_grouped(self.lengths, self.batch_size, chunks, megabatches, self.process_generator)
+            return group_by_modality(self.lengths, self.batch_size, chunks, megabatches, self.process_generator)
         generator = self.sampler_generator
-        if alone:
+        if is_one_rank:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
             generator = torch.Generator().manual_seed(int(drawn))
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
@@ -100,14 +103,14 @@ class LlavaSampler:
         """Distribute the records of an epoch, in this order, over micro-batches and ranks. With one rank, the last
         micro-batch may be short; with several ranks, it is filled up."""
         if self.world_size == 1:
-            return [chunked(order, self.batch_size)]
+            return [split_into(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
 
 
 def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
     """Split records into micro-batches and give micro-batch j to rank j % world_size. The last micro-batches are filled
     up with records from the beginning of `order`, as accelerate's BatchSamplerShard does."""
-    batches = chunked(order, batch_size)
+    batches = split_into(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
     while len(batches) % world_size:
@@ -115,7 +118,7 @@ def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignme
     return [batches[rank::world_size] for rank in range(world_size)]
 
 
-def modality_grouped(
+def group_by_modality(
     lengths: list[int], batch_size: int, chunks: int, megabatches: torch.Generator, process: torch.Generator
 ) -> list[int]:
     """Return record numbers in the order of LLaVA's option `group_by_modality_length` (LLaVA llava_trainer.py:61-88).
@@ -132,17 +135,17 @@ def modality_grouped(
     with_image = [i for i, length in enumerate(lengths) if length > 0]
     text_only = [i for i, length in enumerate(lengths) if length < 0]
     if not with_image or not text_only:
-        return length_grouped(lengths, batch_size, chunks, megabatches)
+        return group_by_length(lengths, batch_size, chunks, megabatches)
     groups: list[list[list[int]]] = []
     for members in (with_image, text_only):
-        order = length_grouped([abs(lengths[i]) for i in members], batch_size, chunks, process)
-        groups.append(chunked([members[i] for i in order], chunks * batch_size))
+        order = group_by_length([abs(lengths[i]) for i in members], batch_size, chunks, process)
+        groups.append(split_into([members[i] for i in order], chunks * batch_size))
     kept = groups[0][:-1] + groups[1][:-1]
     shuffled = [kept[i] for i in torch.randperm(len(kept), generator=megabatches).tolist()]
     return [i for megabatch in [*shuffled, sorted(groups[0][-1] + groups[1][-1])] for i in megabatch]
 
 
-def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
+def group_by_length(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
     """Return record numbers in an order that groups records of similar length (LLaVA llava_trainer.py:91-100).
 
     The records are shuffled and cut into megabatches of chunks * batch_size records. Each megabatch is sorted by length
@@ -151,7 +154,7 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
         index
-        for megabatch in chunked(order, chunks * batch_size)
+        for megabatch in split_into(order, chunks * batch_size)
         for chunk in even_chunks(sorted(megabatch, key=lambda i: lengths[i], reverse=True), lengths, chunks)
         for index in chunk
     ]
@@ -163,15 +166,16 @@ def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[lis
     those of all records."""
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
-    filled: list[list[int]] = [[] for _ in range(chunks)]
+    result: list[list[int]] = [[] for _ in range(chunks)]
     open_chunks = [(0, chunk) for chunk in range(chunks)]  # heap of (sum of lengths, chunk)
     for index in indices:
         total, shortest = heapq.heappop(open_chunks)
-        filled[shortest].append(index)
-        if len(filled[shortest]) < len(indices) // chunks:
+        result[shortest].append(index)
+        if len(result[shortest]) < len(indices) // chunks:
             heapq.heappush(open_chunks, (total + lengths[index], shortest))
-    return filled
+    return result
 
 
-def chunked(items: list[int], size: int) -> list[list[int]]:
+def split_into(items: list[int], size: int) -> list[list[int]]:
+    """Split a list into pieces of `size` items; the last one may be shorter."""
     return [items[i : i + size] for i in range(0, len(items), size)]

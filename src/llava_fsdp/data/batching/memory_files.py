@@ -44,7 +44,7 @@ class Outbox:
             nonlocal size
             if values.nbytes:  # an empty tensor may have a stride of 0, and then no view as bytes
                 data = values.contiguous().flatten().view(torch.uint8)
-                each_byte(data, lambda rest, done: os.pwrite(file, rest, size + done))
+                transfer_all(data, lambda rest, done: os.pwrite(file, rest, size + done))
             size += padded_size(values)
             return values.to("meta")
 
@@ -71,7 +71,7 @@ class Sent:
         called once, in the rank's process."""
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
-        each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
+        transfer_all(written, lambda rest, done: os.preadv(self.file, [rest], done))
         os.ftruncate(self.file, 0)
 
         def read(values: torch.Tensor) -> torch.Tensor:
@@ -89,17 +89,18 @@ class Sent:
 
 
 def padded_size(values: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a memory file: a multiple of ALIGNMENT."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
+def transfer_all(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
     """Call `move` until all bytes of a uint8 tensor on the CPU are transferred, because one system call transfers at
     most 2 GiB. `move`: function (remaining bytes, number of bytes already moved) -> number of bytes that it moved."""
-    data, done = values.numpy().data, 0
-    while done < len(data):
-        moved = move(data[done:], done)
+    data, num_moved = values.numpy().data, 0
+    while num_moved < len(data):
+        moved = move(data[num_moved:], num_moved)
         assert moved > 0, "the file is shorter than what was written to it"
-        done += moved
+        num_moved += moved
 
 
 def memory_file() -> int:

@@ -68,7 +68,7 @@ def pack_step(
         count = rounded(count + 1)
     bins = world_size * count
     balance(place, work, tokens, np.arange(bins), most_tokens)
-    place = seats(np.bincount(place, work, bins), world_size)[place]
+    place = seats_of_bins(np.bincount(place, work, bins), world_size)[place]
     balance(place, work, tokens, np.arange(bins) // count, most_tokens)
     rows = [np.flatnonzero(place == number).tolist() for number in range(bins)]
     return [rows[rank * count : (rank + 1) * count] for rank in range(world_size)]
@@ -89,15 +89,15 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
-        full = []
+        full_bins = []
         while heap and room[heap[0][1]] < tokens[sample]:
-            full.append(heapq.heappop(heap))
+            full_bins.append(heapq.heappop(heap))
         if not heap:
             return None
         load, number = heapq.heappop(heap)
         place[sample] = number
         room[number] -= int(tokens[sample])
-        for entry in (*full, (load + float(work[sample]), number)):
+        for entry in (*full_bins, (load + float(work[sample]), number)):
             heapq.heappush(heap, entry)
     return place
 
@@ -107,9 +107,9 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
     int64 [samples]; None if a sample fits into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
-        left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
-        best = int(left.argmin())
-        if left[best] > most_tokens:
+        room_left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
+        best = int(room_left.argmin())
+        if room_left[best] > most_tokens:
             return None
         place[sample] = best
         room[best] -= tokens[sample]
@@ -119,19 +119,19 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
     """Move a sample to each empty bin: the cheapest one (`work`) of the bin with the most samples, if that has at least
     two. `place`, the bin of each sample, is changed in place and returned."""
-    held = np.bincount(place, minlength=bins)
-    for empty in np.flatnonzero(held == 0):
-        fullest = int(held.argmax())
-        if held[fullest] < 2:
+    num_samples = np.bincount(place, minlength=bins)
+    for empty in np.flatnonzero(num_samples == 0):
+        fullest = int(num_samples.argmax())
+        if num_samples[fullest] < 2:
             break
         inside = np.flatnonzero(place == fullest)
         place[inside[work[inside].argmin()]] = empty
-        held[fullest] -= 1
-        held[empty] += 1
+        num_samples[fullest] -= 1
+        num_samples[empty] += 1
     return place
 
 
-def seats(load: np.ndarray, world_size: int) -> np.ndarray:
+def seats_of_bins(load: np.ndarray, world_size: int) -> np.ndarray:
     """Assign bins with the costs `load` to ranks as their micro-batches. Return for each bin rank * (micro-batches per
     rank) + micro-batch, int64 [bins].
 
@@ -158,22 +158,25 @@ def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.n
         if load[heaviest] <= (1 + GOOD_ENOUGH) * load.mean():
             return
         room = most_tokens - np.bincount(place, tokens, bins).astype(np.int64)
-        held = np.bincount(place, minlength=bins)
+        num_samples = np.bincount(place, minlength=bins)
         is_light = np.isin(owner, np.argsort(load, kind="stable")[:LIGHTEST]) & (owner != heaviest)
         # matrices: a row for each sample to give away, a column for each sample to take for it, or bin to move into
-        given = np.flatnonzero(owner[place] == heaviest)
-        taken = np.flatnonzero(is_light[place])
-        there = np.concatenate([place[taken], np.flatnonzero(is_light)])  # a sample's bin, or a bin to move into
-        got = np.concatenate([work[taken], np.zeros(is_light.sum())])
-        shift = tokens[given, None] - np.concatenate([tokens[taken], np.zeros(is_light.sum(), dtype=np.int64)])
-        less = work[given, None] - got
-        gain = less * ((load[heaviest] - load[owner[there]]) - less)  # half the decrease of the sum of squared loads
-        gain[(shift > room[there]) | (-shift > room[place[given], None])] = 0  # one of the two bins has no room
-        gain[:, len(taken) :][held[place[given]] < 2] = 0  # the move would leave a bin empty
+        given_samples = np.flatnonzero(owner[place] == heaviest)
+        taken_samples = np.flatnonzero(is_light[place])
+        target_bins = np.concatenate([place[taken_samples], np.flatnonzero(is_light)])
+        taken_work = np.concatenate([work[taken_samples], np.zeros(is_light.sum())])
+        taken_tokens = np.concatenate([tokens[taken_samples], np.zeros(is_light.sum(), dtype=np.int64)])
+        added_tokens = tokens[given_samples, None] - taken_tokens
+        work_given = work[given_samples, None] - taken_work
+        # half the decrease of the sum of squared loads
+        gain = work_given * ((load[heaviest] - load[owner[target_bins]]) - work_given)
+        has_no_room = (added_tokens > room[target_bins]) | (-added_tokens > room[place[given_samples], None])
+        gain[has_no_room] = 0  # in one of the two bins
+        gain[:, len(taken_samples) :][num_samples[place[given_samples]] < 2] = 0  # the move would leave a bin empty
         best, other = np.unravel_index(gain.argmax(), gain.shape)
         if gain[best, other] <= 0:
             return
-        home = place[given[best]]
-        place[given[best]] = there[other]
-        if other < len(taken):
-            place[taken[other]] = home
+        home = place[given_samples[best]]
+        place[given_samples[best]] = target_bins[other]
+        if other < len(taken_samples):
+            place[taken_samples[other]] = home

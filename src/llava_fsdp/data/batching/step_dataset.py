@@ -61,13 +61,13 @@ class Steps(Dataset):
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
         self.most_tokens = cfg.row_tokens if cfg.packs else None
-        self.bad = cfg.data.bad_records
+        self.bad_records = cfg.data.bad_records
         self.collate = Collator(image_reader, cfg.loss.normalize, cfg.packs, cut)
         self.cost = cost
         self.cut = cut
         self.rank = rank
         self.world_size = world_size
-        self.rounded = cfg.parallel.num_micro_batches
+        self.round_micro_batches = cfg.parallel.num_micro_batches
         """Function: number of micro-batches that a rank needs -> number that it runs; a pipeline may need more."""
         self.ranks_per_row = cfg.parallel.ranks_per_row
         self.shares_rows = self.ranks_per_row > 1 or cfg.parallel.pipeline > 1
@@ -101,7 +101,7 @@ class Steps(Dataset):
         micro_batches = self.assignment(step, numbers)[self.rank]
         total = len(micro_batches) * self.world_size  # only these count in a mean over micro-batches
         # a pipeline may need more micro-batches than the sampler, or loss.normalize=micro_batch, allows to fill
-        micro_batches = [*micro_batches, *[[]] * (self.rounded(len(micro_batches)) - len(micro_batches))]
+        micro_batches = [*micro_batches, *[[]] * (self.round_micro_batches(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:
             micros = [self.prepare_part(micro, facts, total) for micro in micro_batches]
             return Step(facts, micros)
@@ -161,14 +161,14 @@ class Steps(Dataset):
                 try:
                     return self.tiles(record, number, sample.place(place))
                 except DataError as error:
-                    facts.skipped.append(self.skipped(number, error))
+                    facts.skipped.append(self.skip_or_raise(number, error))
                     return np.zeros((counts[place], *reader.no_tiles().shape[1:]), dtype=np.uint8)
 
             first_tiles = [0, *itertools.accumulate(counts)][:-1]
             row, own_tiles = shown_images(sample, here, reader.tokens.features, read, first_tiles)
             rows.append(row)
             tile_numbers.append(own_tiles)
-        kept = numbers if self.bad is BadRecords.skip else []
+        kept = numbers if self.bad_records is BadRecords.skip else []
         keys = replace(self.keys_of(facts.step, numbers), records=kept, tile_numbers=tile_numbers)
         return self.collate(rows, facts, micro_batches, keys)
 
@@ -200,19 +200,20 @@ class Steps(Dataset):
         """Read and encode a record; return a SkippedSample if it or an image is invalid and `data.bad_records=skip`.
         Raise DataError if `data.bad_records=fail`, or if the record has changed since the dataset was examined."""
         try:
-            return self.load(number)
+            return self.read_row(number)
         except DataError as error:
-            return self.skipped(number, error)
+            return self.skip_or_raise(number, error)
 
-    def load(self, number: int) -> Row:
+    def read_row(self, number: int) -> Row:
+        """Read and encode a record, and read its images. Raise DataError if something is invalid."""
         record = self.parse(number)
         sample = self.encode(record, number)
         return sample, [self.tiles(record, number, sample.place(n)) for n in range(len(sample.images))]
 
-    def skipped(self, number: int, error: DataError) -> SkippedSample:
+    def skip_or_raise(self, number: int, error: DataError) -> SkippedSample:
         """Return what describes a record that is left out because of an error. Raise the error instead if
         `data.bad_records=fail`, or if it has no kind."""
-        if self.bad is BadRecords.fail or error.kind is None:
+        if self.bad_records is BadRecords.fail or error.kind is None:
             raise error
         return SkippedSample(number, self.records.where(number), error.kind, str(error), self.facts(0, [number]))
 
@@ -221,10 +222,10 @@ class Steps(Dataset):
         if self.image_reader.status is not None:
             self.image_reader.status.at(record.where)
         sample = self.encoder(record)
-        length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
-        if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
+        length, num_labels = int(self.records.lengths[number]), int(self.records.labels[number])
+        if sample is None or (len(sample.input_ids), sample.num_labels) != (length, num_labels):
             raise DataError(  # without a kind, so that the record is not skipped: it may no longer fit its micro-batch
-                f"{record.where} is not what it was when the dataset was examined: {length} tokens and {labels} "
+                f"{record.where} is not what it was when the dataset was examined: {length} tokens and {num_labels} "
                 "labels then; remove the index and examine it again"
             )
         return sample
@@ -270,14 +271,16 @@ class Steps(Dataset):
         chosen = np.array(numbers, dtype=np.int64)
         lengths = self.records.lengths[chosen]
         if self.most_tokens is None:
-            # A pipeline may need more micro-batches than the samples fill (`self.rounded`). With
+            # A pipeline may need more micro-batches than the samples fill (`round_micro_batches`). With
             # loss.normalize=micro_batch, to spread the samples over more of them would change the loss, a mean over
             # micro-batches: the number stays (`int`), and `prepare` adds empty micro-batches that do not count.
-            rounded = self.rounded if self.collate.normalize is Normalize.step else int
+            rounded = self.round_micro_batches if self.collate.normalize is Normalize.step else int
             by_rank = split_step(lengths.tolist(), self.world_size, self.micro_batch_size, rounded)
         else:
             costs = self.cost(lengths, self.records.labels[chosen], self.records.tiles[chosen])
-            by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens, self.rounded)
+            by_rank = pack_step(
+                lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens, self.round_micro_batches
+            )
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> tuple[MicroBatch, list[Size]]:

@@ -49,20 +49,20 @@ class TileInputs:
             seeds: dropout seed of each row; empty without dropout.
             tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles.
         """
-        found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
+        tiles_and_tokens = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
         per_tile = self.image_reader.tokens.features
-        image_rows, weights = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
-        tiles = np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found if len(tiles))])
+        image_rows, weights = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in tiles_and_tokens])
+        tiles = np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in tiles_and_tokens if len(tiles))])
         return {
             "positions": torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)),
             "rows": torch.from_numpy(image_rows),
             "tiles": torch.from_numpy(tiles),
-            "weights": aligned(weights),
+            "weights": copy_aligned(weights),
             "seeds": tile_seeds(seeds, rows, tile_numbers),
         }
 
 
-def normalized(inputs: Mapping[str, torch.Tensor], table: torch.Tensor) -> dict[str, torch.Tensor]:
+def with_normalized_tiles(inputs: Mapping[str, torch.Tensor], table: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return image inputs with normalised tiles, float32. `table`: the `pixel_table`, on the device of the inputs."""
     return {**inputs, "tiles": normalize(inputs["tiles"], table)} if "tiles" in inputs else dict(inputs)
 
@@ -73,12 +73,12 @@ def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return table[channel, images.long()]
 
 
-def aligned(values: np.ndarray) -> torch.Tensor:
+def copy_aligned(values: np.ndarray) -> torch.Tensor:
     """Copy float32 values into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, kernels
     may give results that differ in the last bits."""
-    made = torch.empty(values.shape)
-    made.numpy()[...] = values
-    return made
+    copy = torch.empty(values.shape)
+    copy.numpy()[...] = values
+    return copy
 
 
 def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
@@ -93,5 +93,9 @@ def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence
         return torch.zeros(0, dtype=torch.int64)
     if numbers is None:
         numbers = [range(sum(map(len, images))) for _, images in rows]
-    found = [(seed + 1 + number) % 2**31 for seed, own in zip(seeds, numbers, strict=True) for number in own]
-    return torch.tensor(found, dtype=torch.int64)
+    all_seeds = [
+        (seed + 1 + number) % 2**31
+        for seed, tile_numbers in zip(seeds, numbers, strict=True)
+        for number in tile_numbers
+    ]
+    return torch.tensor(all_seeds, dtype=torch.int64)

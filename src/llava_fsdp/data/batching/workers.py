@@ -34,13 +34,14 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 CURRENT_BYTES = 2000
 """Number of bytes that a worker has for the name of its current record and image."""
-POLL = 1
+POLL_SECONDS = 1
 """Interval in seconds at which the main process, while it waits for a step, checks that the workers are alive."""
 IDLE = -1
 """Stands for the step of a worker that prepares none."""
-LESS = "fewer data.workers or a smaller data.prefetch take less memory"
+LESS_MEMORY = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
-    f"the kernel kills processes when memory runs out (see dmesg): {LESS}; and a decoder may crash on a broken file"
+    f"the kernel kills processes when memory runs out (see dmesg): {LESS_MEMORY}; and a decoder may crash on a broken "
+    "file"
 )
 CURES = {
     errno.ENOSPC: "Their locks lie in /dev/shm, which is full: docker run --shm-size=1g, or --ipc=host",
@@ -58,16 +59,17 @@ class WorkerStatus:
     """
 
     def __init__(self, workers: int = 0):
-        self.pids = shared(ctypes.c_int64 * workers)
-        self.steps = shared(ctypes.c_int64 * workers)
+        self.pids = shared_array(ctypes.c_int64 * workers)
+        self.steps = shared_array(ctypes.c_int64 * workers)
         self.steps[:] = [IDLE] * workers
-        self.current = [shared(ctypes.c_char * CURRENT_BYTES) for _ in range(workers)]
+        self.current = [shared_array(ctypes.c_char * CURRENT_BYTES) for _ in range(workers)]
 
     @property
     def workers(self) -> int:
         return len(self.pids)
 
     def begin(self, step: int) -> None:
+        """Note that this worker begins to prepare a step; IDLE: that it prepares none."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             self.current[worker.id].value = b""
@@ -111,10 +113,10 @@ class WorkerStatus:
     def forget(self) -> None:
         """Stop checking whether the workers are alive. The array of process ids is replaced, because a worker that is
         still starting will write its id to the old array."""
-        self.pids = shared(ctypes.c_int64 * self.workers)
+        self.pids = shared_array(ctypes.c_int64 * self.workers)
 
 
-def shared(kind: Any) -> Any:
+def shared_array(kind: Any) -> Any:
     """Return a ctypes array of zeros in memory that forked processes share: an anonymous mapping, which does not need
     /dev/shm."""
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
@@ -144,7 +146,9 @@ class WatchedSteps(Dataset):
         try:
             return self.outboxes[worker].put(step)
         except OSError as error:
-            return OutOfMemory(f"data worker {worker} cannot hand over step {step.facts.step + 1} ({error}); {LESS}")
+            return OutOfMemory(
+                f"data worker {worker} cannot hand over step {step.facts.step + 1} ({error}); {LESS_MEMORY}"
+            )
 
 
 class StartWorker:
@@ -165,7 +169,7 @@ class StartWorker:
         self.status.pids[worker] = os.getpid()
 
 
-def from_workers(
+def steps_from_workers(
     steps: Dataset,
     numbers: range,
     status: WorkerStatus,
@@ -206,7 +210,7 @@ def end_workers_at_exit(arriving: Any) -> None:
     Otherwise multiprocessing would wait for them forever."""
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
-    def end() -> None:
+    def end_workers() -> None:
         iterator = alive()
         if iterator is not None:
             iterator._shutdown_workers()  # as its destructor does
@@ -215,19 +219,19 @@ def end_workers_at_exit(arriving: Any) -> None:
 
     def unregister(_: object) -> None:
         if all(worker.exitcode is not None for worker in workers):
-            atexit.unregister(end)
+            atexit.unregister(end_workers)
 
     alive = weakref.ref(arriving, unregister)
-    atexit.register(end)
+    atexit.register(end_workers)
 
 
 def start_workers(
     steps: Dataset, numbers: range, status: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
     """Start workers and return an iterator over the steps that they prepare. Its `next` raises RuntimeError if no step
-    comes within POLL seconds, or within `stall` if that is less. If workers cannot be started, log a warning and return
-    None."""
-    before = multiprocessing.active_children()
+    comes within POLL_SECONDS seconds, or within `stall` if that is less. If workers cannot be started, log a warning
+    and return None."""
+    children_before = multiprocessing.active_children()
     try:
         loader = DataLoader(
             WatchedSteps(steps, status, prefetch),
@@ -237,18 +241,18 @@ def start_workers(
             prefetch_factor=prefetch,
             pin_memory=pin_memory,
             worker_init_fn=StartWorker(status),
-            timeout=min(POLL, stall),
+            timeout=min(POLL_SECONDS, stall),
         )
         # create queues on trial: if the DataLoader failed half-way, its destructor would print a traceback
         del [multiprocessing.Queue() for _ in range(num_queues(status.workers))][:]
         return iter(loader)
     except OSError as error:
-        for child in set(multiprocessing.active_children()).difference(before):
+        for child in set(multiprocessing.active_children()).difference(children_before):
             child.kill()
         status.forget()
         log().warning(
             "data.workers=%d cannot be started (%s): steps are prepared between steps, as with data.workers=0. %s",
-            status.workers, str(error), CURES.get(error.errno or 0, LESS),
+            status.workers, str(error), CURES.get(error.errno or 0, LESS_MEMORY),
         )  # fmt: skip
         return None
 
@@ -274,7 +278,7 @@ def next_step(
         WorkerError: a worker died, or stayed at one record for `stall` seconds.
         WorkerLost: a worker died between two steps.
     """
-    seen, since = status.describe_step(number), time.monotonic()
+    last_state, since_time = status.describe_step(number), time.monotonic()
     while True:
         try:
             return next(arriving)
@@ -286,10 +290,10 @@ def next_step(
                 raise
         if give_up():
             return None
-        now = status.describe_step(number)
-        if now != seen:
-            seen, since = now, time.monotonic()
-        elif time.monotonic() - since >= stall:
+        state = status.describe_step(number)
+        if state != last_state:
+            last_state, since_time = state, time.monotonic()
+        elif time.monotonic() - since_time >= stall:
             raise WorkerError(
-                f"no data came for {stall:g} seconds: {now}; does the file system answer? data.stall allows more time"
+                f"no data came for {stall:g} seconds: {state}; does the file system answer? data.stall allows more time"
             )

@@ -59,7 +59,7 @@ class DataFiles:
             return read_image(self._local(location.file), location, self._pages)
         try:
             file = self._found.get(location.file) or self._ahead.storage.stat(location.file)
-            return read_image(RemoteReader(self._ahead, file), within(location, file), self._pages)
+            return read_image(RemoteReader(self._ahead, file), without_excess(location, file), self._pages)
         except RemoteGone:
             raise ImageError(
                 f"image {location.file} does not exist; is data.images right?", Kind.image_missing
@@ -67,7 +67,7 @@ class DataFiles:
 
     def open(self, file: str) -> Reader:
         """Open a file, to read it from beginning to end; a remote one must be in `self.remote`."""
-        return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
+        return BlockReader(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
 
     def fetch_ahead(self, locations: Iterable[ImageLocation]) -> None:
         """Begin to download those images that are in remote files or folders. Return once the sizes of the images in
@@ -78,22 +78,28 @@ class DataFiles:
             return
         self._ahead.forget()
         self._found.clear()
-        self._found.update(self._ahead.storage.stat_files(own.file for own in wanted if own.file not in self.remote))
+        in_folders = (location.file for location in wanted if location.file not in self.remote)
+        self._found.update(self._ahead.storage.stat_files(in_folders))
         ranges = (self._range(location, file) for location in wanted if (file := self._file(location.file)) is not None)
         # an empty range, or one past the end of the file, is refused when it is read
-        self._ahead.fetch_ahead(own for own in ranges if own[2] > 0 and own[1] + own[2] <= own[0].size)
+        self._ahead.fetch_ahead(
+            (file, offset, size) for file, offset, size in ranges if size > 0 and offset + size <= file.size
+        )
 
     def _file(self, url: str) -> RemoteFile | None:
+        """Return a remote file of the dataset, or one that `fetch_ahead` has asked for; None if that does not exist."""
         return self.remote.get(url) or self._found[url]
 
     def _range(self, location: ImageLocation, file: RemoteFile) -> Range:
+        """Return the range of a remote file that must be read to get the image: its whole page if it is compressed."""
         if location.page is not None:
             return file, location.page.offset, location.page.packed
-        size = (location if file.name in self.remote else within(location, file)).size
+        size = (location if file.name in self.remote else without_excess(location, file)).size
         assert size is not None, "an image in a Parquet file or tar is a range of it"
         return file, location.offset, size
 
     def _local(self, file: str) -> LocalFile:
+        """Return a local file, opened, and kept open."""
         if file not in self._open:
             self._open[file] = LocalFile(file)
             if len(self._open) > MOST_OPEN:
@@ -140,12 +146,12 @@ def open_folder(name: str, data_files: DataFiles) -> Path | RemoteFolder:
     return RemoteFolder(name, data_files) if is_remote(name) else Path(name)
 
 
-def within(location: ImageLocation, file: RemoteFile) -> ImageLocation:
+def without_excess(location: ImageLocation, file: RemoteFile) -> ImageLocation:
     """Return a location without the part that is past the end of the file."""
     return replace(location, size=file.size if location.size is None else min(location.size, file.size))
 
 
-class Blocks:
+class BlockReader:
     """Reads a remote file from beginning to end, in requests of BLOCK bytes. Implements `file_reader.Reader`."""
 
     def __init__(self, storage: RemoteStorage, file: RemoteFile):

@@ -93,13 +93,13 @@ class HubClient:
         """Request the size and the version of a file. The answer also has the file's address, which `fetch` uses."""
         address = self._address(url)
         with failures():
-            found = self.api.get_hf_file_metadata(url=address, timeout=min(self.idle, seconds))
-        if found.size is None or found.etag is None:
+            metadata = self.api.get_hf_file_metadata(url=address, timeout=min(self.idle, seconds))
+        if metadata.size is None or metadata.etag is None:
             raise Failure(RemoteAway, "an answer without the file's size")
-        if found.location != address:
-            self._keep(address, found.location)
-        is_sha256 = re.fullmatch(r"[0-9a-f]{64}", found.etag)
-        return RemoteFile(url, found.size, f"{SHA256 if is_sha256 else 'git:'}{found.etag}")
+        if metadata.location != address:
+            self._keep(address, metadata.location)
+        is_sha256 = re.fullmatch(r"[0-9a-f]{64}", metadata.etag)
+        return RemoteFile(url, metadata.size, f"{SHA256 if is_sha256 else 'git:'}{metadata.etag}")
 
     def _address(self, url: str) -> str:
         """Return the HTTP address of a file at the hub, given its `hf://` URL with the commit."""
@@ -117,17 +117,17 @@ class HubClient:
         expires."""
         end = time.monotonic() + seconds
         url = self._address(file.name)
-        address, until = self.addresses.get(url, (url, 0.0))
-        is_kept = time.monotonic() < until
+        address, valid_until = self.addresses.get(url, (url, 0.0))
+        is_kept = time.monotonic() < valid_until
         if not is_kept:
             address = url
         for _ in range(REDIRECTS):
             try:
                 data, target = self._get(address, file, offset, size, end)
-            except Failure as found:
+            except Failure as error:
                 self.addresses.pop(url, None)
-                if is_kept and found.kind is not RemoteAway:
-                    raise Failure(RemoteAway, f"a kept address: {found.detail}") from None  # it may have expired
+                if is_kept and error.kind is not RemoteAway:
+                    raise Failure(RemoteAway, f"a kept address: {error.detail}") from None  # it may have expired
                 raise
             if data is not None:
                 if address != url and not is_kept:

@@ -62,6 +62,7 @@ def location_from(file: str, values: Any) -> ImageLocation:
 
 
 def page_from(values: Any) -> Page:
+    """Return a page from the values of its fields; raise ValueError if they are not those of a page."""
     match values:
         case [int() as offset, int() as packed, str() as codec, int() as unpacked]:
             if min(offset, packed, unpacked) >= 0 and codec in CODECS:

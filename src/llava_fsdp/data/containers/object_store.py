@@ -12,7 +12,7 @@ from llava_fsdp.data.containers.remote_file import (
     check_answer,
     check_length,
     failure,
-    is_missing,
+    missing_package,
     quiet_loggers,
 )
 from llava_fsdp.runtime.errors import RemoteAway, RemoteForbidden, RemoteGone, SourceError
@@ -23,7 +23,7 @@ EXPIRED = ("ExpiredToken", "InvalidToken")
 """Error codes by which S3 refuses credentials with HTTP status 400 instead of 403."""
 
 
-def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
+def run_within(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Run a coroutine on the event loop of an fsspec file system, and return its result. After `seconds`, it is
     cancelled, and TimeoutError raised."""
     from fsspec.asyn import sync
@@ -53,7 +53,9 @@ def check_folder(url: str) -> str:
     return url
 
 
-def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]) -> dict[str, RemoteFile]:
+def files_in_listing(
+    folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]
+) -> dict[str, RemoteFile]:
     """Convert fsspec's listing {path that begins with the bucket: entry} to {path relative to `folder`: file}, without
     subfolders and the empty objects that stand for them. `pin` returns the version of a file by its entry."""
     scheme = folder.partition("://")[0]
@@ -75,7 +77,7 @@ class S3Client:
         try:
             import s3fs
         except ImportError as error:
-            raise is_missing("s3://", "s3fs") from error
+            raise missing_package("s3://", "s3fs") from error
         quiet_loggers("s3fs", "botocore", "aiobotocore", "fsspec")
         settings = {
             "connect_timeout": idle,
@@ -92,7 +94,7 @@ class S3Client:
         path = f"{bucket}/{key}"
         if version is None:
             listed = self._finish(lambda: self.fs._find(path, detail=True, prefix=start), seconds)
-            return found_files(folder, listed, lambda info: f"etag:{info['ETag']}")
+            return files_in_listing(folder, listed, lambda info: f"etag:{info['ETag']}")
         info = self._finish(lambda: self.fs._call_s3("head_object", Bucket=bucket, Key=key, VersionId=version), seconds)
         return {"": RemoteFile(folder, info["ContentLength"], f"etag:{info['ETag']}")}
 
@@ -138,7 +140,7 @@ class S3Client:
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            return finish(self.fs, request, seconds)
+            return run_within(self.fs, request, seconds)
         except (OSError, BotoCoreError, ClientError, HttpError) as error:
             raise s3_failure(error) from None
 
@@ -155,7 +157,7 @@ def s3_failure(error: BaseException) -> Failure:
     )
 
     name = type(error).__name__
-    for part in chain(error):
+    for part in error_and_causes(error):
         answer = getattr(part, "response", None)
         if isinstance(answer, dict):
             status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -170,7 +172,8 @@ def s3_failure(error: BaseException) -> Failure:
     return Failure(RemoteAway, name)
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
+def error_and_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that and so on."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -187,7 +190,7 @@ class GsClient:
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise is_missing("gs://", "gcsfs") from error
+            raise missing_package("gs://", "gcsfs") from error
         quiet_loggers("gcsfs", "google", "fsspec")
         self.fs: Any = GCSFileSystem(
             version_aware=True, use_listings_cache=False, skip_instance_cache=True, requests_timeout=idle
@@ -196,7 +199,7 @@ class GsClient:
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
         bucket, key, _ = split_url(folder)
         listed = self._finish(lambda: self.fs._find(f"{bucket}/{key}", detail=True, prefix=start), seconds)
-        return found_files(folder, listed, lambda info: f"generation:{info['generation']}")
+        return files_in_listing(folder, listed, lambda info: f"generation:{info['generation']}")
 
     def pin_folder(self, folder: str, seconds: float) -> str:
         return check_folder(folder)
@@ -226,7 +229,7 @@ class GsClient:
         from requests.exceptions import RequestException
 
         try:
-            return finish(self.fs, request, seconds)
+            return run_within(self.fs, request, seconds)
         except StatusError as error:
             found = failure(int(error.code) if error.code else None, "")
         except GoogleAuthError as error:

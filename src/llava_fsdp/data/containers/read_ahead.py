@@ -33,13 +33,13 @@ class ReadAhead:
         A range that is given twice is downloaded once, and kept until it was read twice."""
         self._forget_parent()
         total = sum(size for _, _, size in self._ahead)
-        for wanted in ranges:
-            if wanted not in self._ahead:
-                total += wanted[2]
+        for file_range in ranges:
+            if file_range not in self._ahead:
+                total += file_range[2]
                 if total > self.most_ahead:
                     break
-                self._ahead[wanted] = self.storage.submit(self._fetch, *wanted)
-            self._uses[wanted] += 1
+                self._ahead[file_range] = self.storage.submit(self._fetch, *file_range)
+            self._uses[file_range] += 1
 
     def read(self, file: RemoteFile, offset: int, size: int) -> bytes:
         """Return exactly `size` bytes from byte `offset` on. Raise RemoteChanged if the file has other content now."""

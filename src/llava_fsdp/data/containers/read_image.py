@@ -25,10 +25,11 @@ class PageCache:
 
     def __init__(self, most_bytes: int = CACHE_BYTES):
         self.most_bytes = most_bytes
-        self.held = 0
+        self.size = 0
         self.pages: OrderedDict[tuple[str, Page], bytes] = OrderedDict()
 
     def get(self, file: str, page: Page) -> bytes | None:
+        """Return the content of a page; None if it is not in the cache."""
         data = self.pages.get((file, page))
         if data is not None:
             self.pages.move_to_end((file, page))
@@ -37,10 +38,10 @@ class PageCache:
     def put(self, file: str, page: Page, data: bytes) -> None:
         if len(data) > self.most_bytes or (file, page) in self.pages:
             return
-        self.held += len(data)
+        self.size += len(data)
         self.pages[file, page] = data
-        while self.held > self.most_bytes:
-            self.held -= len(self.pages.popitem(last=False)[1])
+        while self.size > self.most_bytes:
+            self.size -= len(self.pages.popitem(last=False)[1])
 
 
 def read_image(file: Reader, location: ImageLocation, pages: PageCache) -> bytes:
@@ -77,6 +78,7 @@ def read_image(file: Reader, location: ImageLocation, pages: PageCache) -> bytes
 
 
 def check_end(file: Reader, location: ImageLocation, end: int) -> None:
+    """Raise SourceError if a file ends before byte `end`, up to which an image or its page reaches."""
     if end > file.size:
         raise SourceError(
             f"{location}: the file ends at byte {file.size}, before the end of the image: it was changed since; "

@@ -37,7 +37,7 @@ WARN_AFTER = 5
 """Number of failed requests, about 3 seconds, after which a warning is logged."""
 JITTER = random.SystemRandom()
 """Varies the pauses. The functions of `random` are not used, because a user may have seeded them."""
-MEANING: dict[type[SourceError], str] = {
+MEANINGS: dict[type[SourceError], str] = {
     RemoteGone: "does not exist; was it deleted or renamed? Check the address, or prepare the data again",
     RemoteChanged: "was changed after the data was prepared; restore it, or prepare the data again",
     RemoteForbidden: "may not be read with these credentials, or does not exist; check the variables of the storage "
@@ -61,7 +61,7 @@ class RemoteStorage:
         self.deadline = deadline
         self.idle = idle
         self.in_flight = in_flight
-        self._made: dict[tuple[int, str], Any] = {}
+        self._objects: dict[tuple[int, str], Any] = {}
         """{(process id, URL scheme or `pool`): the client of the scheme, or the thread pool}."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,8 +107,8 @@ class RemoteStorage:
             except RemoteGone:
                 return None
 
-        different = list(dict.fromkeys(urls))
-        return dict(zip(different, results([self.submit(stat, url) for url in different]), strict=True))
+        distinct_urls = list(dict.fromkeys(urls))
+        return dict(zip(distinct_urls, all_results([self.submit(stat, url) for url in distinct_urls]), strict=True))
 
     def read_range(self, file: RemoteFile, offset: int, size: int) -> bytes:
         """Return exactly `size` bytes from byte `offset` on, with the content that the file had when it was listed;
@@ -121,51 +121,52 @@ class RemoteStorage:
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run a function in one of this process's `in_flight` threads."""
-        pool = self._here("pool", lambda: ThreadPoolExecutor(self.in_flight, thread_name_prefix="remote"))
+        pool = self._of_this_process("pool", lambda: ThreadPoolExecutor(self.in_flight, thread_name_prefix="remote"))
         return pool.submit(function, *arguments)
 
     def _client(self, url: str) -> Client:
+        """Return this process's client for the storage of a URL; raise SourceError if it is not a URL of a storage."""
         scheme = url.partition("://")[0]
         if scheme not in CLIENTS:
             raise SourceError(
                 f"{shown_url(url)} is no URL of a remote storage; it must begin with s3://, gs:// or hf://datasets/"
             ).about(file=shown_url(url))
-        return self._here(scheme, lambda: CLIENTS[scheme](self.idle, self.in_flight))
+        return self._of_this_process(scheme, lambda: CLIENTS[scheme](self.idle, self.in_flight))
 
-    def _here(self, name: str, make: Callable[[], Any]) -> Any:
+    def _of_this_process(self, name: str, make: Callable[[], Any]) -> Any:
         """Return an object that belongs to this process alone, such as a client; the first call with its name makes it.
         There is no lock, because a fork could copy a held one; if two threads make the object, the first is kept."""
         key = (os.getpid(), name)
-        found = self._made.get(key)
-        return found if found is not None else self._made.setdefault(key, make())
+        found = self._objects.get(key)
+        return found if found is not None else self._objects.setdefault(key, make())
 
     def _repeat(self, url: str, request: Callable[[float], T]) -> T:
         """Make a request, given the number of seconds left, and repeat it until the deadline as long as the storage
         does not answer. `request` raises Failure."""
         begin = time.monotonic()
         end = begin + self.deadline
-        number, kind, detail = 0, RemoteAway, ""
+        attempts, kind, detail = 0, RemoteAway, ""
         while True:
-            number += 1
+            attempts += 1
             try:
                 return request(end - time.monotonic())
             except Failure as failure:
                 kind, detail = failure.kind, failure.detail
-                if number == WARN_AFTER and kind is RemoteAway:
+                if attempts == WARN_AFTER and kind is RemoteAway:
                     log().warning(
                         "%s does not answer (%s); asked again for %d s", shown_url(url), detail, self.deadline
                     )
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * JITTER.uniform(0.5, 1)
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempts - 1)) * JITTER.uniform(0.5, 1)
             if kind is not RemoteAway or time.monotonic() + pause >= end:
                 break
             time.sleep(pause)
         if kind is RemoteAway:
-            detail += f"; {number} requests in {time.monotonic() - begin:.0f} s"
+            detail += f"; {attempts} requests in {time.monotonic() - begin:.0f} s"
         # outside of the except clause: a library's error as the context would be printed, with signed URLs in its text
         raise error_about(url, kind, detail)
 
 
-def results(futures: Sequence[Future[T]]) -> list[T]:
+def all_results(futures: Sequence[Future[T]]) -> list[T]:
     """Return the results of all futures; raise the first error, and cancel what has not begun."""
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -200,8 +201,9 @@ def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:
 
 
 def error_about(url: str, kind: type[SourceError], detail: str) -> SourceError:
+    """Return the error of the class `kind` to raise about a URL: what the class means, what to do, and `detail`."""
     name = shown_url(url)
-    return kind(f"{name} {MEANING[kind]} ({detail})").about(file=name)
+    return kind(f"{name} {MEANINGS[kind]} ({detail})").about(file=name)
 
 
 def shown_url(url: str) -> str:

@@ -14,7 +14,7 @@ from llava_fsdp.runtime.errors import (
     SourceError,
 )
 
-KINDS: dict[int, type[SourceError]] = {
+KINDS_OF_STATUS: dict[int, type[SourceError]] = {
     401: RemoteForbidden,
     403: RemoteForbidden,
     404: RemoteGone,
@@ -85,7 +85,9 @@ class Client(Protocol):
 
 def failure(status: int | None, detail: str) -> Failure:
     """Return the Failure for an HTTP status; None if there was no answer."""
-    return Failure(KINDS.get(status or 0, RemoteAway), detail if status is None else f"HTTP {status} {detail}".rstrip())
+    return Failure(
+        KINDS_OF_STATUS.get(status or 0, RemoteAway), detail if status is None else f"HTTP {status} {detail}".rstrip()
+    )
 
 
 def check_answer(file: RemoteFile, size: int, length: int | None, content_range: str | None) -> None:
@@ -110,7 +112,8 @@ def check_length(data: bytes, size: int) -> bytes:
     return data
 
 
-def is_missing(url: str, package: str) -> ConfigError:
+def missing_package(url: str, package: str) -> ConfigError:
+    """Return the error to raise for a URL whose storage needs a package that is not installed."""
     return ConfigError(f"{url} needs the package {package}: pip install 'llava-fsdp[cloud]'")
 
 

@@ -61,7 +61,7 @@ class TarSample:
     """{extension, such as `jpg` or `seg.png`: (offset of the content in the tar, size in bytes)}."""
 
 
-def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
+def tar_samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
     """Yield the samples of a tar in order.
 
     Args:
@@ -75,7 +75,7 @@ def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
             has two samples with the same key, or a sample with the same extension twice.
         SourceError: the tar cannot be read.
     """
-    seen: set[str] = set()
+    keys_seen: set[str] = set()
     sample: TarSample | None = None
     for member in members(file, skipped):
         folder, slash, base = member.name.rpartition("/")
@@ -87,12 +87,12 @@ def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
         if sample is None or key != sample.key:
             if sample is not None:
                 yield sample
-            if key in seen:
+            if key in keys_seen:
                 refuse(
                     file, member.offset, f"sample {shown_name(key)} comes twice, with other samples between",
                     "members of a sample must stand in a row: pack it again with tar --sort=name", member.name,
                 )  # fmt: skip
-            seen.add(key)
+            keys_seen.add(key)
             sample = TarSample(key)
         if extension in sample.members:
             refuse(
@@ -108,12 +108,14 @@ def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
     """Yield the files in a tar in order, and count its folders in `skipped`. Raise DataError if the tar is damaged or
     has a member that is not supported."""
     refuse_compressed(file)
-    # pax values for the next member alone and for all that follow; whether a header has announced a next member
-    at, extra, for_all, before = 0, {}, {}, False
+    at = 0
+    values_of_next: dict[str, str] = {}  # pax values for the next member alone
+    values_of_all: dict[str, str] = {}  # pax values for all members that follow
+    announces_member = False  # whether the header before belongs to a member that must follow
     while True:
-        header = read(file, at, BLOCK, "in a header, or without an end mark")
+        header = read_bytes(file, at, BLOCK, "in a header, or without an end mark")
         if header.count(0) == BLOCK:
-            if before:
+            if announces_member:
                 refuse(file, at, "it ends after a header that belongs to the next member", COPY_AGAIN)
             check_zeros(file, at)
             return
@@ -121,25 +123,28 @@ def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
         if kind in EXTRAS:
             if size > MOST_EXTRA:
                 refuse(file, at, f"a header has {size} bytes, most are {MOST_EXTRA}", PACK_AGAIN)
-            values = extra_values(file, at, kind, read(file, at_body, size, "in a header"))
-            extra, for_all = (extra, for_all | values) if kind == PAX_GLOBAL else (extra | values, for_all)
-            before = kind != PAX_GLOBAL
-            at = at_body + padded(size)
+            values = extra_values(file, at, kind, read_bytes(file, at_body, size, "in a header"))
+            if kind == PAX_GLOBAL:
+                values_of_all = values_of_all | values
+            else:
+                values_of_next = values_of_next | values
+            announces_member = kind != PAX_GLOBAL
+            at = at_body + in_whole_blocks(size)
             continue
-        extra, values, before = {}, for_all | extra, False
+        values = values_of_all | values_of_next
+        values_of_next, announces_member = {}, False
         name = values.get("path") or header_name(file, at, header)
         size = pax_size(file, at, name, values, size)
         check_kind(file, at, name, kind, values)
         if kind == FOLDER or name.endswith("/"):
             skipped["folder"] += 1
-            at = at_body + (
-                0 if kind == FOLDER else padded(size)
-            )  # a folder has no content, whatever size its header has
+            # a member of the type FOLDER has no content, whatever size its header has
+            at = at_body if kind == FOLDER else at_body + in_whole_blocks(size)
             continue
         if at_body + size > file.size:
             refuse(file, at, f"it ends at byte {file.size}, within the member", COPY_AGAIN, name)
         yield Member(name, at_body, size)
-        at = at_body + padded(size)
+        at = at_body + in_whole_blocks(size)
 
 
 def refuse(file: Reader, at: int, problem: str, cure: str, member: str | None = None) -> NoReturn:
@@ -157,13 +162,15 @@ def refuse_compressed(file: Reader) -> None:
         refuse(file, 0, "it is compressed, so that no image can be read alone", f"decompress it once: {tool} FILE")
 
 
-def read(file: Reader, at: int, size: int, where: str) -> bytes:
+def read_bytes(file: Reader, at: int, size: int, where: str) -> bytes:
+    """Read bytes of a tar; raise DataError if it ends before them. `where`: end of the sentence "the tar ends ..."."""
     if at + size > file.size:
         refuse(file, at, f"the tar ends at byte {file.size}, {where}: it is truncated", COPY_AGAIN)
     return file.read(at, size)
 
 
-def padded(size: int) -> int:
+def in_whole_blocks(size: int) -> int:
+    """Return the bytes that a member of `size` bytes takes in the tar: whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -184,7 +191,7 @@ def check_zeros(file: Reader, at: int) -> None:
 def header_size(file: Reader, at: int, header: bytes) -> int:
     """Return the size of the member that follows a header of 512 bytes. Raise DataError if the header's checksum is
     wrong."""
-    checksum = octal(header[148:156])
+    checksum = parse_octal(header[148:156])
     # the checksum field itself counts as spaces
     if checksum != sum(header) - sum(header[148:156]) + 8 * 32:
         # some old programs summed signed bytes
@@ -192,19 +199,19 @@ def header_size(file: Reader, at: int, header: bytes) -> int:
             refuse(file, at, "no valid tar header is there (its checksum is wrong)", COPY_AGAIN)
     if header[124] == 0x80:  # GNU format: a binary number
         return int.from_bytes(header[125:136], "big")
-    size = octal(header[124:136])
+    size = parse_octal(header[124:136])
     if size is None:
         refuse(file, at, "a header has no valid size", PACK_AGAIN)
     return size
 
 
-def octal(data: bytes) -> int | None:
+def parse_octal(data: bytes) -> int | None:
     """Parse a number of octal digits padded with spaces and zero bytes; None if it has other bytes."""
     digits = data.partition(b"\0")[0].strip(b" ")
     return int(digits or b"0", 8) if not digits.strip(b"01234567") else None
 
 
-def text(file: Reader, at: int, data: bytes) -> str:
+def decode_name(file: Reader, at: int, data: bytes) -> str:
     """Decode a name in a header, which ends at its first zero byte; raise DataError if it is not UTF-8."""
     try:
         return (name := data.partition(b"\0")[0]).decode()
@@ -213,16 +220,17 @@ def text(file: Reader, at: int, data: bytes) -> str:
 
 
 def header_name(file: Reader, at: int, header: bytes) -> str:
-    name = text(file, at, header[:100])
+    """Return the path of a member from its header of 512 bytes."""
+    name = decode_name(file, at, header[:100])
     if header[257:263] == b"ustar\0" and header[345]:  # the GNU format has other fields where USTAR has the prefix
-        return f"{text(file, at, header[345:500])}/{name}"
+        return f"{decode_name(file, at, header[345:500])}/{name}"
     return name
 
 
 def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, str]:
     """Return what a pax header or a GNU long name says about the next member, as {pax keyword: value}."""
     if kind in (LONG_NAME, LONG_LINK):
-        return {"path" if kind == LONG_NAME else "linkpath": text(file, at, data)}
+        return {"path" if kind == LONG_NAME else "linkpath": decode_name(file, at, data)}
     values, start = {}, 0
     while start < len(data) and data[start] != 0:  # a pax entry is `LENGTH KEYWORD=VALUE` and a line break
         length, space, _ = data[start : start + 20].partition(b" ")
@@ -233,7 +241,7 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
         if keyword.startswith(b"GNU.sparse."):
             values[SPARSE_KEYWORD] = ""  # one for all: a header may have thousands, and is copied for each member
         elif keyword in (b"path", b"size"):
-            values[keyword.decode()] = text(file, at, value)
+            values[keyword.decode()] = decode_name(file, at, value)
         start = end
     return values
 

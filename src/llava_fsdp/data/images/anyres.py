@@ -35,6 +35,7 @@ def best_size(image_size: Size, sizes: list[Size]) -> Size:
     size with the least padding is returned, then the first."""
 
     def rank(size: Size) -> tuple[int, int]:
+        """Return (pixels that the image keeps, minus the pixels of padding); the greatest is the best."""
         width, height = image_size
         scale = min(size[0] / width, size[1] / height)
         kept = min(int(width * scale) * int(height * scale), width * height)
@@ -63,11 +64,13 @@ def fitted_shape(image_size: Size, size: Size) -> Size:
 
 
 def on_black(image: Image.Image, size: Size) -> Image.Image:
+    """Return an image in the middle of a black canvas of `size`."""
     canvas = Image.new("RGB", size, (0, 0, 0))
     canvas.paste(image, ((size[0] - image.width) // 2, (size[1] - image.height) // 2))
     return canvas
 
 
-def cut_grid(fitted: Image.Image, tile: int) -> list[Image.Image]:
-    corners = [(x, y) for y in range(0, fitted.height, tile) for x in range(0, fitted.width, tile)]
-    return [fitted.crop((x, y, x + tile, y + tile)) for x, y in corners]
+def cut_grid(canvas: Image.Image, tile: int) -> list[Image.Image]:
+    """Cut an image that fills its grid into square tiles of `tile` pixels a side, row by row."""
+    corners = [(x, y) for y in range(0, canvas.height, tile) for x in range(0, canvas.width, tile)]
+    return [canvas.crop((x, y, x + tile, y + tile)) for x, y in corners]

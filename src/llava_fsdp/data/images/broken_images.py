@@ -29,11 +29,11 @@ def ends_early(data: bytes) -> bool:
         if data.startswith(PNG):
             return png_ends_early(data)
         if data.startswith(RIFF):
-            return len(data) < 12 or (data[8:12] == b"WEBP" and len(data) < 8 + number("<I", data, 4))
+            return len(data) < 12 or (data[8:12] == b"WEBP" and len(data) < 8 + read_number("<I", data, 4))
         if data.startswith(GIF):
             return gif_ends_early(data)
         if data.startswith(BMP):
-            return len(data) < max(number("<I", data, 2), bmp_needs(data))
+            return len(data) < max(read_number("<I", data, 2), bmp_needs(data))
         if data.startswith((*TIFF, *BIG_TIFF)):
             return len(data) < tiff_needs(data)
     except (IndexError, struct.error):  # the structure continues after the last byte
@@ -41,7 +41,7 @@ def ends_early(data: bytes) -> bool:
     return False
 
 
-def number(form: str, data: bytes, at: int) -> int:
+def read_number(form: str, data: bytes, at: int) -> int:
     return struct.unpack_from(form, data, at)[0]
 
 
@@ -63,7 +63,7 @@ def jpeg_ends_early(data: bytes) -> bool:
             return True
         if found[1] == b"\xd9":
             return False
-        at = found.end() + number(">H", data, found.end())
+        at = found.end() + read_number(">H", data, found.end())
     return False  # broken, not truncated
 
 
@@ -128,25 +128,28 @@ PIECES = {273: 279, 324: 325}
 def tiff_needs(data: bytes) -> int:
     """Return the smallest size in bytes of a TIFF file: the end of the last data to which the directory of its first
     image refers."""
-    order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
-    offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
-    at = number(order + offset, data, 8 if big else 4)
-    first = at + struct.calcsize(order + count)
-    needs = first + number(order + count, data, at) * width
-    found: dict[int, tuple[str, int]] = {}
-    for entry in range(first, needs, width):
+    order, is_big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
+    offset, count, width, inline = ("Q", "Q", 20, 8) if is_big else ("I", "H", 12, 4)
+    at = read_number(order + offset, data, 8 if is_big else 4)
+    first_entry = at + struct.calcsize(order + count)
+    needs = first_entry + read_number(order + count, data, at) * width
+    offsets_and_sizes: dict[int, tuple[str, int]] = {}
+    for entry in range(first_entry, needs, width):
         tag, kind, length = struct.unpack_from(order + "HH" + offset, data, entry)
         place, size = entry + width - inline, length * struct.calcsize(TIFF_TYPES.get(kind, ""))
         if size > inline:
-            place = number(order + offset, data, place)
+            place = read_number(order + offset, data, place)
         needs = max(needs, place + size)
         if tag in (*PIECES, *PIECES.values()):
-            found[tag] = f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", place
+            offsets_and_sizes[tag] = f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", place
     if needs > len(data):
         return needs
     for begin, size in PIECES.items():
-        if begin in found and size in found:
-            starts, sizes = (struct.unpack_from(form, data, place) for form, place in (found[begin], found[size]))
+        if begin in offsets_and_sizes and size in offsets_and_sizes:
+            starts, sizes = (
+                struct.unpack_from(form, data, place)
+                for form, place in (offsets_and_sizes[begin], offsets_and_sizes[size])
+            )
             needs = max(needs, *(a + b for a, b in zip(starts, sizes, strict=False)), 0)
     return needs
 
@@ -164,7 +167,7 @@ def video_ends_early(file: BinaryIO, form: str, size: int) -> bool:
         if form == "mov":
             return head[4:8] in BOXES and mov_needs(file, size) > size
         if form == "avi":
-            return head.startswith(RIFF) and 8 + number("<I", head, 4) > size
+            return head.startswith(RIFF) and 8 + read_number("<I", head, 4) > size
         return head.startswith(EBML) and matroska_needs(head) > size
     except (IndexError, struct.error):
         return True
@@ -181,8 +184,8 @@ def mov_needs(file: BinaryIO, size: int) -> int:
     at, lists_frames = 0, False
     while at + 8 <= size:
         head = read_at(file, at, 16)
-        length = number(">I", head, 0)
-        length = number(">Q", head, 8) if length == 1 else length
+        length = read_number(">I", head, 0)
+        length = read_number(">Q", head, 8) if length == 1 else length
         lists_frames |= head[4:8] == b"moov"
         if length < 8:
             break

@@ -91,15 +91,15 @@ def image_in(folder: Path | RemoteFolder, name: str) -> Path | ImageInContainer:
 
 def inline_images(record: Record) -> dict[str, ImageFile]:
     """Return the images that are embedded in a record or in its file (Parquet or tar), by their names in the record."""
-    return {name: inline_image(name, held, record.data_files) for name, held in record.inline.items()}
+    return {name: inline_image(name, content, record.data_files) for name, content in record.inline.items()}
 
 
-def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles | None) -> ImageFile:
-    """Return an image from its bytes, or from their location in a container, which `data_files` reads."""
-    if isinstance(held, bytes):
-        return ImageBytes(name, held)
+def inline_image(name: str, content: bytes | ImageLocation, data_files: DataFiles | None) -> ImageFile:
+    """Return an image that a record holds as bytes, or as their location in a container, which `data_files` reads."""
+    if isinstance(content, bytes):
+        return ImageBytes(name, content)
     assert data_files is not None, "set by the reader of the records"
-    return ImageInContainer(held, data_files)
+    return ImageInContainer(content, data_files)
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
         ImageError: the image cannot be read; its `kind` says why.
     """
     if not full:
-        with contextlib.suppress(*BROKEN), opening(read_head(path, where), path, where) as image:
+        with contextlib.suppress(*BROKEN), open_bytes(read_head(path, where), path, where) as image:
             check_pixels(image, path, where)
             width, height = shown_size(image)
             return ImageFacts(width, height, image.height)
     data = read_file(path, where)
-    with decoded(data, path, where) as image:
+    with open_checked_bytes(data, path, where) as image:
         width, height = shown_size(image)
         facts = ImageFacts(width, height, image.height, xxh3_64_intdigest(data) if full else 0)
         if full:
@@ -165,7 +165,7 @@ def shown_size(image: Image.Image) -> Size:
 
 
 @contextlib.contextmanager
-def opening(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
+def open_bytes(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
     """Context manager that opens an image from its file's bytes, or their beginning, with Pillow, whose warnings are
     turned off: the callers check for the same faults, such as too many pixels, and raise errors that name the record.
     Raises ImageError if the file would take far more time or memory than its size tells."""
@@ -183,14 +183,14 @@ def opening(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
 
 
 @contextlib.contextmanager
-def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
+def open_checked_bytes(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
     """Context manager that opens an image from its file's bytes. Errors of Pillow in the `with` block become
     ImageErrors."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
             raise OSError("image file is truncated: its end holds zeros only")
-        with opening(data, path, where) as image:
+        with open_bytes(data, path, where) as image:
             check_pixels(image, path, where)
             yield image
     except Image.DecompressionBombError as error:
@@ -217,9 +217,9 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
         ) from error
 
 
-def opened(path: ImageFile, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that reads an image file and opens it like `decoded`."""
-    return decoded(read_file(path, where), path, where)
+def open_checked(path: ImageFile, where: str) -> contextlib.AbstractContextManager[Image.Image]:
+    """Context manager that reads an image file and opens it like `open_checked_bytes`."""
+    return open_checked_bytes(read_file(path, where), path, where)
 
 
 def read_file(path: ImageFile, where: str) -> bytes:
@@ -232,7 +232,7 @@ def read_file(path: ImageFile, where: str) -> bytes:
     if isinstance(path, ImageInContainer):
         data = read_in_container(path, where)
     else:
-        data = path.data if isinstance(path, ImageBytes) else read_path(path, where)
+        data = path.data if isinstance(path, ImageBytes) else read_image_file(path, where)
     if not data:
         raise ImageError(f"{where}: image {path} is empty (0 bytes); take it from its source again", Kind.image_empty)
     return data
@@ -250,7 +250,7 @@ def read_in_container(image: ImageInContainer, where: str) -> bytes:
         raise ImageError(f"{where}: {error}", error.kind) from error
 
 
-def read_path(path: Path, where: str) -> bytes:
+def read_image_file(path: Path, where: str) -> bytes:
     """Read a whole image file; raise ImageError if it has more than MAX_BYTES."""
 
     def read(file: BinaryIO) -> bytes:
@@ -286,6 +286,7 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
 
 
 def read_head(path: ImageFile, where: str) -> bytes:
+    """Read at least the beginning of an image file, in which its size in pixels mostly is."""
     if isinstance(path, ImageInContainer):
         return read_in_container(replace(path, location=head_of(path.location)), where)
     if isinstance(path, ImageBytes):
@@ -315,6 +316,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_pixels(image: Image.Image, path: ImageFile, where: str) -> None:
+    """Raise ImageError if an image has more than MAX_PIXELS."""
     if image.width * image.height > MAX_PIXELS:
         raise ImageError(
             f"{where}: image {path} has {image.width} x {image.height} pixels, over the limit of {MAX_PIXELS}; make it "
@@ -350,13 +352,16 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
     """Return the value that means white in an image of more than 8 bits: 65535 for 16-bit images; otherwise the
     smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if no value fits.
     `mode` is Pillow's, such as `I;16` or `F`."""
-    least, most = values.min(initial=0), values.max(initial=0)
-    known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    for white in known:
-        if least >= 0 and most <= white:
+    least, greatest = values.min(initial=0), values.max(initial=0)
+    if mode.startswith("I;16"):
+        possible_whites: tuple[float, ...] = (65535.0,)
+    else:
+        possible_whites = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
+    for white in possible_whites:
+        if least >= 0 and greatest <= white:
             return white
     raise ImageError(
-        f"{what} has values from {least:g} to {most:g}, whose black and white are unknown; convert it to 8 bits",
+        f"{what} has values from {least:g} to {greatest:g}, whose black and white are unknown; convert it to 8 bits",
         Kind.image_unreadable,
     )
 

@@ -34,7 +34,7 @@ class Decoded:
     """An image decoded at its full size or a fraction of it, and turned by its EXIF orientation."""
 
     image: Image.Image
-    full: Size
+    full_size: Size
     scale: int
     """Full size divided by decoded size. The edge pixels of the decoded image may be partly outside the full image."""
     left: float
@@ -45,7 +45,7 @@ class Decoded:
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
         """Return the image, or the part of it in `box` (in pixels of the full size), resized. The bicubic filter is
         replaced by a narrower one if the image is clearly reduced."""
-        left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
+        left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full_size))
         reduction = min((right - left) / shape[0], (bottom - top) / shape[1])
         if reduction >= NARROW and resample is Resampling.BICUBIC:
             resample = Resampling.HAMMING
@@ -53,21 +53,23 @@ class Decoded:
         return self.image.resize(shape, resample, (self.left + left, self.top + top, right, bottom), GAP)
 
 
-def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Decode an image to at least the (width, height) `needed`, and turn it."""
-    full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
-    wide, high = (math.ceil(n) for n in needed)
+def decode(file: Image.Image, least_shape: tuple[float, float], what: str) -> Decoded:
+    """Decode an image to at least the (width, height) `least_shape`, and turn it by its EXIF orientation."""
+    full, orientation = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
+    wide, high = (math.ceil(n) for n in least_shape)
     stored = file.width
-    drafted = file.draft(None, (high, wide) if turn in (5, 6, 7, 8) else (wide, high))  # None: not a JPEG
+    drafted = file.draft(None, (high, wide) if orientation in (5, 6, 7, 8) else (wide, high))  # None: not a JPEG
     scale = round(stored / drafted[1][2]) if drafted else 1
     image = to_rgb(ImageOps.exif_transpose(file), what)
     # the decoder rounds sizes up; turning may move the pixels that are too many to the left or to the top
-    left = image.width - full[0] / scale if turn in (2, 3, 6, 7) else 0
-    top = image.height - full[1] / scale if turn in (3, 4, 7, 8) else 0
+    left = image.width - full[0] / scale if orientation in (2, 3, 6, 7) else 0
+    top = image.height - full[1] / scale if orientation in (3, 4, 7, 8) else 0
     return Decoded(image, full, scale, left, top)
 
 
-def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
+def pad_and_resize(
+    file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str
+) -> Image.Image:
     """Return a square with the resized image in its middle and padding of one colour around it."""
     width, height = shown_size(file)
     side = max(width, height)
@@ -104,8 +106,8 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
     return first, end, first * side / size - before, min(end * side / size - before, length)
 
 
-def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Return the central square, resized."""
+def resize_centre(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
+    """Return the central square of an image, resized to `size` pixels a side."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -115,12 +117,12 @@ def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) ->
     return decode(file, shape, what).resize((size, size), resample, box)
 
 
-def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
+def squeeze(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
     """Return the image resized to a square, without keeping its aspect ratio."""
     return decode(file, (size, size), what).resize((size, size), resample)
 
 
-def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
+def resize_tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
     """Return the square tiles of an image for the vision tower: the whole image, then the tiles of the grid, out of
     `sizes`, that fits it best, row by row (anyres)."""
     size = best_size(shown_size(file), sizes)

@@ -70,7 +70,7 @@ class ImageSource(ABC):
         """Return whether the number of tokens of an image depends on its size, in a record with `images` images."""
 
     @abstractmethod
-    def is_known(self, record: Record) -> bool:
+    def has_image_facts(self, record: Record) -> bool:
         """Return whether the number of tokens of each image and video can be computed from the index. This is not so if
         it depends on the size of an image or the length of a video that cannot be read."""
 
@@ -136,9 +136,11 @@ class ImageSource(ABC):
             return record.sizes[number]
         return read_size(self.path(record, record.images[number]), record.where)
 
-    def note(self, record: Record, name: str) -> tuple[ImageFile, set[Size]]:
-        """Note an image as the one that is being read. Return it, and the sizes that the index knows of it."""
+    def begin_reading(self, record: Record, name: str) -> tuple[ImageFile, set[Size]]:
+        """Report an image to `status` as the one that is being read, and raise ImageError if it is a link that is not
+        allowed. Return where it is, and the sizes that the index has of it, for which its tokens were counted."""
         path = self.checked_path(record, name)
         if self.status is not None:
             self.status.at(record.where, path)
-        return path, {size for own, size in zip(record.images, record.sizes or (), strict=False) if own == name}
+        sizes = zip(record.images, record.sizes or (), strict=False)
+        return path, {size for listed, size in sizes if listed == name}

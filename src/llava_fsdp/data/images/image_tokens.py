@@ -90,9 +90,9 @@ class ImageTokens:
         """Return the tokens of an image of a sample with `images` images. `size` is only used if `needs_size`."""
         if self.needs_size(images):
             assert size is not None, "the tokens of an image of several tiles depend on its size"
-            return self.tiled(size)
+            return self.tokens_of_tiles(size)
         whole = np.arange(self.features)
-        return single(np.append(whole, NEWLINE_ROW)) if self.blends else whole
+        return as_blended(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
     def of_video(self, frames: int) -> np.ndarray:
         """Return the tokens of a video: for each of `frames` frames its grid of features, shrunk to half its width and
@@ -100,11 +100,11 @@ class ImageTokens:
         `get_video_features`)."""
         half = math.ceil(self.side / 2)
         grid = np.arange(self.side**2).reshape(self.side, self.side)
-        every = np.broadcast_to(shrink(grid, half, half), (frames, half, half)).copy()
-        every["row"] += (np.arange(frames) * self.features)[:, None, None, None]
-        return np.append(every.reshape(-1), single(np.array([NEWLINE_ROW])))
+        grids = np.broadcast_to(shrink(grid, half, half), (frames, half, half)).copy()
+        grids["row"] += (np.arange(frames) * self.features)[:, None, None, None]
+        return np.append(grids.reshape(-1), as_blended(np.array([NEWLINE_ROW])))
 
-    def tiled(self, size: Size) -> np.ndarray:
+    def tokens_of_tiles(self, size: Size) -> np.ndarray:
         """Return the tokens of an image that is cut into tiles: first those of the whole image, then those of the grid
         of tiles.
 
@@ -120,10 +120,10 @@ class ImageTokens:
         if self.merge is PatchMerge.spatial_unpad:
             lines = unpad(lines, size)
         if self.blends:
-            whole, lines = single(whole), self.limited(lines)
+            whole, lines = as_blended(whole), self.shrink_to_limit(lines)
         if self.merge is PatchMerge.spatial_unpad:
             end = np.full((len(lines), 1), NEWLINE_ROW)
-            lines = np.concatenate([lines, end if lines.dtype != BLENDED else single(end)], axis=1)
+            lines = np.concatenate([lines, end if lines.dtype != BLENDED else as_blended(end)], axis=1)
         return np.concatenate([whole, lines.reshape(-1)])
 
     def grid(self, size: Size) -> Size:
@@ -131,13 +131,13 @@ class ImageTokens:
         width, height = best_size(size, list(self.sizes))
         return width // self.tile, height // self.tile
 
-    def limited(self, lines: np.ndarray) -> np.ndarray:
+    def shrink_to_limit(self, lines: np.ndarray) -> np.ndarray:
         """Return a grid of features, given by their indices, int64 [rows, columns], as weighted sums of features (dtype
         BLENDED). It is shrunk if it has clearly more features than `data.max_tiles` tiles have."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:
-            return single(lines)
+            return as_blended(lines)
         return shrink(lines, max(1, int(high // ratio)), max(1, int(wide // ratio)))
 
     def count_tiles(self, size: Size | None, images: int) -> int:
@@ -148,7 +148,7 @@ class ImageTokens:
         return 1 + math.prod(self.grid(size))
 
     @cached_property
-    def most(self) -> int:
+    def most_tokens(self) -> int:
         """Greatest number of tokens of an image: that of one that fills its grid of tiles without padding."""
         sizes: Sequence[Size | None] = self.sizes if self.needs_size(1) else (None,)
         return max(len(self.of(size, 1)) for size in sizes)
@@ -167,12 +167,12 @@ def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
     return lines[:, bar : wide - bar]
 
 
-def single(indices: np.ndarray) -> np.ndarray:
+def as_blended(indices: np.ndarray) -> np.ndarray:
     """Return features as weighted sums of one feature with weight 1 (BLENDED), in the shape of `indices`."""
-    made = np.zeros(indices.shape, dtype=BLENDED)
-    made["row"] = indices[..., None]
-    made["weight"][..., 0] = 1
-    return made
+    blended = np.zeros(indices.shape, dtype=BLENDED)
+    blended["row"] = indices[..., None]
+    blended["weight"][..., 0] = 1
+    return blended
 
 
 def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
@@ -186,13 +186,13 @@ def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
         neighbours(old, new) for old, new in zip(lines.shape, (high, wide), strict=True)
     )
     one = np.float32(1)
-    made = np.zeros((high, wide), dtype=BLENDED)
+    shrunk = np.zeros((high, wide), dtype=BLENDED)
     corners = ((top, left), (top, right), (bottom, left), (bottom, right))
     weights = ((one - down, one - across), (one - down, across), (down, one - across), (down, across))
     for corner, ((row, column), (vertical, horizontal)) in enumerate(zip(corners, weights, strict=True)):
-        made["row"][..., corner] = lines[np.ix_(row, column)]
-        made["weight"][..., corner] = np.outer(vertical, horizontal)
-    return made
+        shrunk["row"][..., corner] = lines[np.ix_(row, column)]
+        shrunk["weight"][..., corner] = np.outer(vertical, horizontal)
+    return shrunk
 
 
 def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,12 +216,12 @@ def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, n
         indices int64 [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the
         learned vector that ends a line of features.
     """
-    every, before = sum(features for _, features in images), 0
+    end_row, before = sum(features for _, features in images), 0
     joined: list[np.ndarray] = []
     weights = [np.zeros((0, 4), dtype=np.float32)]
     for tokens, features in images:
         rows = tokens["row"] if tokens.dtype == BLENDED else tokens
-        joined.append(np.where(rows == NEWLINE_ROW, every, rows + before))
+        joined.append(np.where(rows == NEWLINE_ROW, end_row, rows + before))
         weights += [tokens["weight"]] if tokens.dtype == BLENDED else []
         before += features
     return np.concatenate(joined or [np.zeros(0, dtype=np.int64)]), np.concatenate(weights)
@@ -233,9 +233,11 @@ def needed_tiles(tokens: np.ndarray, features: int) -> tuple[np.ndarray, np.ndar
     rows = tokens["row"] if tokens.dtype == BLENDED else tokens
     is_newline = rows == NEWLINE_ROW
     needed = np.unique(rows[~is_newline] // features)
-    moved = np.where(is_newline, NEWLINE_ROW, np.searchsorted(needed, rows // features) * features + rows % features)
+    rows_of_needed = np.where(
+        is_newline, NEWLINE_ROW, np.searchsorted(needed, rows // features) * features + rows % features
+    )
     if tokens.dtype != BLENDED:
-        return needed, moved
+        return needed, rows_of_needed
     tokens = tokens.copy()
-    tokens["row"] = moved
+    tokens["row"] = rows_of_needed
     return needed, tokens

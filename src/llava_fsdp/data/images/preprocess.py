@@ -23,7 +23,7 @@ from llava_fsdp.data.images.anyres import Size, cut_tiles
 from llava_fsdp.data.images.check import (
     MAX_PIXELS,
     ImageFile,
-    opened,
+    open_checked,
     shown_size,
     to_rgb,
 )
@@ -177,13 +177,14 @@ class ImageReader(ImageSource):
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_tiles(self, record: Record, number: int, tokens: int = 0) -> int:
+        """Return the number of tiles of an image, or of sampled frames of a video. `tokens` is not needed for it."""
         if is_video(record.images[number]):
             return self.count_frames(record, number)
         images = record.num_images
         return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_frames(self, record: Record, number: int) -> int:
-        """Return how many frames of a video are sampled."""
+        """Return how many frames of a record's video are sampled: by its length in the index, or else in its file."""
         if record.frames is None:
             path = self.path(record, record.images[number])
             assert isinstance(path, Path), "a video is never in the record itself"
@@ -198,17 +199,27 @@ class ImageReader(ImageSource):
         return len(sampling.numbers(facts.frames, facts.rate))
 
     def video_sampling(self, where: str) -> VideoSampling:
+        """Return `sampling`; raise ImageError if videos are not read."""
         if self.sampling is None:
             raise ImageError(f"{where} has a video, and {VIDEOS_NEED}", Kind.media_not_read)
         return self.sampling
 
-    def is_known(self, record: Record) -> bool:
+    def has_image_facts(self, record: Record) -> bool:
+        """Return whether the index has what the number of tokens of each image and video depends on: the length of a
+        video and, if images are cut into tiles, the size of an image. It has 0 where a file could not be read."""
         assert record.sizes is not None and record.frames is not None
-        tiled = self.tokens.needs_size(record.num_images)
-        known = zip(record.images, record.sizes, record.frames, strict=True)
-        return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
+        needs_size = self.tokens.needs_size(record.num_images)
+        for name, size, (frame_count, _rate) in zip(record.images, record.sizes, record.frames, strict=True):
+            if is_video(name):
+                if frame_count <= 0:
+                    return False
+            elif needs_size and min(size) <= 0:
+                return False
+        return True
 
     def check_shape(self, size: Size, stored_height: int, num_images: int, what: str) -> None:
+        """Raise ImageError if an image would take too much memory when it is made square, or if LLaVA cannot read it.
+        `stored_height`: before turning by the EXIF orientation, which LLaVA ignores."""
         if not self.tokens.needs_size(num_images):
             check_enlarged(size, self.preprocessor, self.one_tile, what)
         if self.pixels is Pixels.llava_v1_5:
@@ -217,11 +228,11 @@ class ImageReader(ImageSource):
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """Read an image or video of a record as tiles, uint8 [tiles, 3, size, size]. Raise ImageError if it cannot be
         read or has changed since the dataset was examined."""
-        path, sizes = self.note(record, name)
+        path, sizes = self.begin_reading(record, name)
         tiles = self.load(path, record.where, record.num_images, sizes)
-        if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
+        if is_video(name) and len(tiles) != (expected := self.count_frames(record, record.images.index(name))):
             raise ImageError(
-                f"{record.where}: video {path} gives {len(tiles)} frames, and gave {known} when the dataset was "
+                f"{record.where}: video {path} gives {len(tiles)} frames, and gave {expected} when the dataset was "
                 "examined; take it from its source again, or examine the dataset again",
                 Kind.image_unreadable,
             )
@@ -239,9 +250,9 @@ class ImageReader(ImageSource):
             return load_image(path, self.one_tile_preprocessor, self.one_tile, where, self.pixels)[None]
         what, size, grids = f"{where}: image {path}", self.preprocessor.size, list(self.tokens.sizes)
         if self.pixels is Pixels.fast:
-            with opened(path, where) as file:
+            with open_checked(path, where) as file:
                 check_size(shown_size(file), sizes, what)
-                tiles = fast_resize.tiles(file, size, grids, f"{where}: {path}")
+                tiles = fast_resize.resize_tiles(file, size, grids, f"{where}: {path}")
         else:
             image = open_image(path, where, self.pixels)
             check_size(image.size, sizes, what)
@@ -271,27 +282,27 @@ def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, 
     """Read an image as one tile, uint8 [3, size, size], with `data.pixels=fast`: faster, and with pixels that are close
     to those of `exact`. Raise ImageError if it cannot be read."""
     what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
-    with opened(path, where) as file:
+    with open_checked(path, where) as file:
         check_enlarged(shown_size(file), preprocessor, aspect, what)
         if aspect is AspectRatio.pad:
-            return to_bytes(fast_resize.padded(file, size, resample, preprocessor.mean_colour, what))
+            return to_bytes(fast_resize.pad_and_resize(file, size, resample, preprocessor.mean_colour, what))
         if preprocessor.keep_ratio:
-            return to_bytes(fast_resize.cut_square(file, size, resample, what))
-        return to_bytes(fast_resize.squeezed(file, size, resample, what))
+            return to_bytes(fast_resize.resize_centre(file, size, resample, what))
+        return to_bytes(fast_resize.squeeze(file, size, resample, what))
 
 
 def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
     """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent. With
     `llava_v1_5`, it is not turned and its transparency is ignored, as in the original LLaVA."""
-    with opened(path, where) as image:
+    with open_checked(path, where) as image:
         if pixels is Pixels.llava_v1_5:
             return image.convert("RGB")
         return to_rgb(ImageOps.exif_transpose(image), f"{where}: {path}")
 
 
-def check_size(size: Size, counted: Collection[Size], what: str) -> None:
+def check_size(size: Size, counted_sizes: Collection[Size], what: str) -> None:
     """Raise ImageError if the tokens of an image were counted for another size than its own."""
-    other = next((own for own in counted if own != size), None)
+    other = next((other for other in counted_sizes if other != size), None)
     if other is not None:
         raise ImageError(
             f"{what} is {size[0]} x {size[1]} pixels, and its tokens were counted for {other[0]} x {other[1]}; correct "
@@ -303,6 +314,7 @@ def check_size(size: Size, counted: Collection[Size], what: str) -> None:
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
     """Raise ImageError if an image is so narrow or flat that making it square would take too much memory."""
     short, long = sorted(shape)
+    # padding makes a square of the long side; otherwise the short side is resized to the tower's input, with the ratio
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
         raise ImageError(
@@ -349,8 +361,10 @@ def misread(image: Image.Image, what: str) -> Image.Image:
     return image
 
 
-def check_height(stored: int, what: str) -> None:
-    if stored == 1:
+def check_height(stored_height: int, what: str) -> None:
+    """Raise ImageError for an image 1 pixel high, at which LLaVA fails. `stored_height`: height before turning by the
+    EXIF orientation, in pixels."""
+    if stored_height == 1:
         raise ImageError(f"{what} has height 1, which LLaVA cannot read; set data.pixels=exact", Kind.image_shape)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from llava_fsdp.data.images.check import opened, to_rgb
+from llava_fsdp.data.images.check import open_checked, to_rgb
 from llava_fsdp.data.images.video import read_frames
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import DataError
@@ -43,9 +43,9 @@ def tile_thumbnail(tile: np.ndarray, side: int) -> str:
 
 
 def jpeg(image: Image.Image, quality: int) -> bytes:
-    held = io.BytesIO()
-    image.save(held, "JPEG", quality=quality, optimize=True)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality, optimize=True)
+    return buffer.getvalue()
 
 
 def data_url(data: bytes) -> str:
@@ -55,4 +55,4 @@ def data_url(data: bytes) -> str:
 def first_picture(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
     """Context manager that gives the image in a file, or the first frame of a video file."""
     where = "a sample answer"
-    return read_frames(path, where, lambda *_: [0])[0] if is_video(path) else opened(path, where)
+    return read_frames(path, where, lambda *_: [0])[0] if is_video(path) else open_checked(path, where)

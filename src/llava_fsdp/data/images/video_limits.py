@@ -8,8 +8,8 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from llava_fsdp.data.images.broken_images import number, read_at
-from llava_fsdp.data.images.work_limits import at_most
+from llava_fsdp.data.images.broken_images import read_at, read_number
+from llava_fsdp.data.images.work_limits import require_at_most
 
 BOXES = 400_000
 """Greatest number of boxes of a file. A recording in fragments has about five for each second."""
@@ -26,18 +26,18 @@ COUNTS = {b"stsz": 8, b"stz2": 8, b"trun": 4}
 def check_mov(file: BinaryIO, size: int) -> None:
     """Raise TooMuchWork if an MP4 or QuickTime file has too many boxes, frames or edits."""
     frames = 0
-    for seen, (kind, at) in enumerate(boxes(file, size)):
-        at_most(seen, BOXES, "or more boxes")
+    for number_of_box, (kind, at) in enumerate(boxes(file, size)):
+        require_at_most(number_of_box, BOXES, "or more boxes")
         if kind not in COUNTS and kind != b"elst":
             continue
         try:
-            count = number(">I", read_at(file, at + COUNTS.get(kind, 4), 4), 0)
+            count = read_number(">I", read_at(file, at + COUNTS.get(kind, 4), 4), 0)
         except struct.error:  # it ends early
             return
         if kind == b"elst":
-            at_most(count, EDITS, "edits")
+            require_at_most(count, EDITS, "edits")
         else:
-            at_most(frames := frames + count, FRAMES, "or more frames in its tables")
+            require_at_most(frames := frames + count, FRAMES, "or more frames in its tables")
 
 
 def boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
@@ -49,9 +49,9 @@ def boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
             head = read_at(file, at, 16)
             if len(head) < 8:
                 break
-            length, kind, width = number(">I", head, 0), head[4:8], 8
+            length, kind, width = read_number(">I", head, 0), head[4:8], 8
             if length == 1 and len(head) == 16:
-                length, width = number(">Q", head, 8), 16
+                length, width = read_number(">Q", head, 8), 16
             length = end - at if length == 0 else length
             yield kind, at + width
             if length < width:

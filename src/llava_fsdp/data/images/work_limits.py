@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llava_fsdp.data.images.broken_images import BIG_TIFF, BMP, GIF, JPEG, JPEG_SEGMENT, PNG, RIFF, number
+from llava_fsdp.data.images.broken_images import BIG_TIFF, BMP, GIF, JPEG, JPEG_SEGMENT, PNG, RIFF, read_number
 
 KiB, MiB = 1 << 10, 1 << 20
 EXIF = b"Exif\0\0"
@@ -72,8 +72,8 @@ class TooMuchWork(Exception):
     """The message says what an image file has too much of."""
 
 
-def at_most(count: int, limit: int, what: str) -> None:
-    """Raise TooMuchWork if an image has more of `what` than allowed."""
+def require_at_most(count: int, limit: int, what: str) -> None:
+    """Raise TooMuchWork if an image has more than `limit` of something, which `what` names in the message."""
     if count > limit:
         raise TooMuchWork(f"it has {count} {what}, over the limit of {limit}")
 
@@ -120,23 +120,23 @@ def check_jpeg(data: bytes) -> None:
     frame, exif, tables, components, end = JpegHeader(), [], 0, 0, 0
     # at: offset of a segment's length field; size: the value of that field
     for seen, (marker, at, size) in enumerate(segments(data)):
-        at_most(seen, SEGMENTS, "or more segments before its first scan")
+        require_at_most(seen, SEGMENTS, "or more segments before its first scan")
         if marker == 0xC4 or marker == 0xDB:  # tables: the most frequent segments
             tables += size
         elif marker == 0xE1 and data.startswith(EXIF, at + 2):
             exif.append(data[at + 8 : at + size])
-            at_most(len(exif), EXIF_SEGMENTS, "or more EXIF segments")
+            require_at_most(len(exif), EXIF_SEGMENTS, "or more EXIF segments")
         elif marker == 0xE2 and data.startswith(b"MPF\0", at + 2):
             check_exif(data[at + 6 : at + size])
         elif marker in TABLE_MARKERS:
-            at_most(tables := tables + size, TABLE_BYTES, "or more bytes of tables before its first scan")
+            require_at_most(tables := tables + size, TABLE_BYTES, "or more bytes of tables before its first scan")
             if marker in FRAME_MARKERS and len(data) >= at + 8:
                 height, width, components = struct.unpack_from(">HHB", data, at + 3)
                 frame = JpegHeader(width * height, components, marker in (0xC2, 0xC6, 0xCA, 0xCE))
         elif marker == 0xDA:  # the first scan, and for how many components it has data
             components = int.from_bytes(data[at + 2 : at + 3], "big")
         end = at + size
-    at_most(tables, TABLE_BYTES, "or more bytes of tables before its first scan")
+    require_at_most(tables, TABLE_BYTES, "or more bytes of tables before its first scan")
     if exif:
         check_exif(b"".join(exif))
     if frame.progressive or components != frame.components:  # otherwise libjpeg reads one scan only
@@ -149,16 +149,16 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     at, junk = 2, 0
     while (found := HEADER_MARKER.search(data, at)) is not None:
         if found.start() > at:
-            at_most(junk := junk + found.start() - at, JUNK, "or more bytes between its segments")
+            require_at_most(junk := junk + found.start() - at, JUNK, "or more bytes between its segments")
         at, marker = found.end(), found[1][0]
         if marker < 0xC0 or at + 2 > len(data):
             return
-        size = number(">H", data, at)
+        size = read_number(">H", data, at)
         yield marker, at, size
         if marker == 0xDA:
             return
         at += size
-    at_most(junk + len(data) - at, JUNK, "bytes between its segments")
+    require_at_most(junk + len(data) - at, JUNK, "bytes between its segments")
 
 
 def check_scans(data: bytes, at: int, frame: JpegHeader) -> None:
@@ -168,13 +168,13 @@ def check_scans(data: bytes, at: int, frame: JpegHeader) -> None:
         return
     scans = 1
     for seen in itertools.count():
-        at_most(seen, SEGMENTS, "or more segments behind its first scan")
+        require_at_most(seen, SEGMENTS, "or more segments behind its first scan")
         found = JPEG_SEGMENT.search(data, at)
         if found is None or found[1] == b"\xd9":
             return
         scans += found[1] == b"\xda"
-        at_most(scans, allowed, f"or more scans of {frame.pixels} pixels")
-        at = found.end() + number(">H", data, found.end())
+        require_at_most(scans, allowed, f"or more scans of {frame.pixels} pixels")
+        at = found.end() + read_number(">H", data, found.end())
 
 
 # ----------------------------------------------------------------------------------------------------------------- PNG
@@ -184,15 +184,15 @@ def check_png(data: bytes) -> None:
     """Raise TooMuchWork if a PNG has too many chunks or color profiles, or too much EXIF data."""
     at, others, profiles = len(PNG), 0, 0
     for chunks in itertools.count():
-        at_most(chunks, CHUNKS, "or more chunks")
+        require_at_most(chunks, CHUNKS, "or more chunks")
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind == b"IEND":
             return
         if kind not in FRAMES:
-            at_most(others := others + 1, OTHER_CHUNKS, "or more chunks without image data")
+            require_at_most(others := others + 1, OTHER_CHUNKS, "or more chunks without image data")
             is_raw_exif = kind in (b"tEXt", b"zTXt", b"iTXt") and data.startswith(RAW_EXIF, at + 8)
             if kind == b"iCCP" or is_raw_exif:
-                at_most(profiles := profiles + 1, PROFILES, "or more color profiles")
+                require_at_most(profiles := profiles + 1, PROFILES, "or more color profiles")
             if is_raw_exif:
                 check_exif(hexadecimal(kind, data[at + 8 + len(RAW_EXIF) : at + 8 + length]))
             elif kind == b"eXIf":
@@ -204,9 +204,12 @@ def hexadecimal(kind: bytes, content: bytes) -> bytes:
     """Return the bytes that a PNG's text chunk (tEXt, zTXt or iTXt) holds behind its keyword, in hexadecimal digits
     after three lines; empty if it is broken."""
     try:
-        packed = kind == b"zTXt" or (kind == b"iTXt" and content[0] != 0)
-        content = content[2:].split(b"\0", 2)[2] if kind == b"iTXt" else content[1:] if packed else content
-        text = zlib.decompressobj().decompress(content, MiB) if packed else content
+        is_compressed = kind == b"zTXt" or (kind == b"iTXt" and content[0] != 0)
+        if kind == b"iTXt":
+            content = content[2:].split(b"\0", 2)[2]  # behind the language and the translated keyword
+        elif is_compressed:
+            content = content[1:]  # behind the number of the compression method
+        text = zlib.decompressobj().decompress(content, MiB) if is_compressed else content
         return bytes.fromhex(b"".join(text.split(b"\n")[3:]).decode("ascii"))
     except (ValueError, IndexError, zlib.error):
         return b""
@@ -221,31 +224,31 @@ def check_gif(data: bytes) -> None:
     blocks = comments = 0
     while data[at] != 0x2C and data[at] != 0x3B:
         is_extension, is_comment = data[at] == 0x21, data[at + 1] == 0xFE
-        at_most(blocks := blocks + 1, BLOCKS, "or more blocks before its first frame")
+        require_at_most(blocks := blocks + 1, BLOCKS, "or more blocks before its first frame")
         at += 2 if is_extension else 1
         while is_extension and data[at]:
-            at_most(blocks := blocks + 1, BLOCKS, "or more blocks before its first frame")
-            at_most(comments := comments + is_comment * data[at], COMMENT_BYTES, "or more bytes of comments")
+            require_at_most(blocks := blocks + 1, BLOCKS, "or more blocks before its first frame")
+            require_at_most(comments := comments + is_comment * data[at], COMMENT_BYTES, "or more bytes of comments")
             at += 1 + data[at]
         at += is_extension
 
 
 def check_bmp(data: bytes) -> None:
     """Raise TooMuchWork if a BMP with run-length encoding has too many pixels or bytes."""
-    if number("<I", data, 14) < 40 or number("<I", data, 30) not in (1, 2):
+    if read_number("<I", data, 14) < 40 or read_number("<I", data, 30) not in (1, 2):
         return
     width, height = struct.unpack_from("<ii", data, 18)
-    at_most(abs(width), RUN_WIDTH, "pixels in a row with run-length encoding")
-    at_most(abs(width * height), RUN_LENGTH, "pixels with run-length encoding")
-    at_most(len(data), RUN_LENGTH, "bytes with run-length encoding")
+    require_at_most(abs(width), RUN_WIDTH, "pixels in a row with run-length encoding")
+    require_at_most(abs(width * height), RUN_LENGTH, "pixels with run-length encoding")
+    require_at_most(len(data), RUN_LENGTH, "bytes with run-length encoding")
 
 
 def check_webp(data: bytes) -> None:
     """Raise TooMuchWork if a WebP has too many chunks or too much EXIF data."""
     at = 12
     for chunks in itertools.count():
-        at_most(chunks, CHUNKS, "or more chunks")
-        length = number("<I", data, at + 4)
+        require_at_most(chunks, CHUNKS, "or more chunks")
+        length = read_number("<I", data, at + 4)
         if data.startswith(b"EXIF", at):
             check_exif(data[at + 8 : at + 8 + length])
         at += 8 + length + length % 2
@@ -282,7 +285,7 @@ def check_exif(data: bytes) -> None:
     begin = 0
     while data.startswith(EXIF, begin):
         begin += len(EXIF)
-    at_most(begin // len(EXIF), EXIF_NAMES, "names of EXIF before its content")
+    require_at_most(begin // len(EXIF), EXIF_NAMES, "names of EXIF before its content")
     try:
         check_tiff(data[begin:])
     except (IndexError, struct.error):  # it ends early
@@ -292,14 +295,14 @@ def check_exif(data: bytes) -> None:
 def check_tiff(data: bytes) -> None:
     """Raise TooMuchWork if the directories that Pillow reads, of a TIFF file or EXIF data, have too much in them."""
     order, total = "<" if data.startswith(b"II") else ">", Total()
-    for big in {data[2] == 43, data.startswith(BIG_TIFF)}:  # as Pillow and as libtiff decide
-        places, seen = [number(order + ("Q" if big else "I"), data, 8 if big else 4)], set()
+    for is_big in {data[2] == 43, data.startswith(BIG_TIFF)}:  # as Pillow and as libtiff decide
+        places, places_read = [read_number(order + ("Q" if is_big else "I"), data, 8 if is_big else 4)], set()
         while places:
             place = places.pop()
-            if place not in seen:
-                seen.add(place)
-                found = check_directory(data, fields(data, order, big, place), order, total)
-                places += [found[tag] for tag in DIRECTORIES if tag in found]
+            if place not in places_read:
+                places_read.add(place)
+                first_values = check_directory(data, fields(data, order, is_big, place), order, total)
+                places += [first_values[tag] for tag in DIRECTORIES if tag in first_values]
 
 
 @dataclass
@@ -323,52 +326,56 @@ def check_directory(data: bytes, entries: Iterable[Field], order: str, total: To
     Returns:
         {tag of a field with whole numbers: its first number}.
     """
-    found: dict[int, int] = {}
-    tiles: dict[int, int] = dict.fromkeys(OFFSETS, 0)
+    first_values: dict[int, int] = {}
+    offset_counts: dict[int, int] = dict.fromkeys(OFFSETS, 0)
     # fields may refer to the same bytes: even a small file could name many gigabytes of values
-    most = min(FIELD_BYTES, 2 * len(data) + KiB)
+    most_bytes = min(FIELD_BYTES, 2 * len(data) + KiB)
     for tag, kind, count, place in entries:
         width = SIZES.get(kind, 0)
         total.entries += 1
         total.size += max(0, min(count * width, len(data) - place))
         if kind in FRACTION:
             total.fractions += count
-            at_most(total.fractions, FRACTIONS, "or more fractions in its fields")
+            require_at_most(total.fractions, FRACTIONS, "or more fractions in its fields")
         elif width and kind not in OPAQUE:
             total.values += count
-            at_most(total.values, VALUES, "or more numbers in its fields")
-        if total.entries > ENTRIES or total.size > most:
-            at_most(total.entries, ENTRIES, "or more fields")
-            at_most(total.size, most, "or more bytes in its fields")
+            require_at_most(total.values, VALUES, "or more numbers in its fields")
+        if total.entries > ENTRIES or total.size > most_bytes:
+            require_at_most(total.entries, ENTRIES, "or more fields")
+            require_at_most(total.size, most_bytes, "or more bytes in its fields")
         if kind in WHOLE and count and place + width <= len(data):
-            found[tag] = number(order + WHOLE[kind], data, place)
-        if tag in tiles:
-            tiles[tag] = max(tiles[tag], count)
-    check_tiles(found, tiles)
-    return found
+            first_values[tag] = read_number(order + WHOLE[kind], data, place)
+        if tag in offset_counts:
+            offset_counts[tag] = max(offset_counts[tag], count)
+    check_tiles(first_values, offset_counts)
+    return first_values
 
 
-def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
-    """Yield the entries of a TIFF directory at `place`. A BigTIFF (`big`) has offsets of 8 bytes."""
-    form = order + ("HHQ" if big else "HHI")
-    inline, width = (8, 20) if big else (4, 12)
-    count = number(order + ("Q" if big else "H"), data, place)
-    first = place + (8 if big else 2)
+def fields(data: bytes, order: str, is_big: bool, place: int) -> Iterator[Field]:
+    """Yield the entries of a TIFF directory at `place`. A BigTIFF (`is_big`) has offsets of 8 bytes."""
+    form = order + ("HHQ" if is_big else "HHI")
+    inline, width = (8, 20) if is_big else (4, 12)
+    count = read_number(order + ("Q" if is_big else "H"), data, place)
+    first = place + (8 if is_big else 2)
     for at in range(first, min(first + count * width, len(data) - width + 1), width):
         tag, kind, length = struct.unpack_from(form, data, at)
         inside = at + width - inline
         is_far = length * SIZES.get(kind, 0) > inline
-        yield Field(tag, kind, length, number(order + ("Q" if big else "I"), data, inside) if is_far else inside)
+        yield Field(
+            tag, kind, length, read_number(order + ("Q" if is_big else "I"), data, inside) if is_far else inside
+        )
 
 
-def check_tiles(found: dict[int, int], tiles: dict[int, int]) -> None:
-    """Raise TooMuchWork if a TIFF's strips or tiles are too large, or too many for its size. `found`: {tag of a field:
-    its first number}. `tiles`: {tag of OFFSETS: number of offsets}, of strips and of tiles."""
-    width, height = found.get(WIDTH, 0), found.get(LENGTH, 0)
-    tile_width, tile_height = found.get(TILE_WIDTH, width), found.get(TILE_LENGTH, height)
-    at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")
-    layers = max(found.get(SAMPLES, 1), 1) if found.get(PLANAR) == 2 else 1
-    for tag, (across, down) in zip(OFFSETS, ((width, found.get(ROWS, height)), (tile_width, tile_height)), strict=True):
+def check_tiles(first_values: dict[int, int], offset_counts: dict[int, int]) -> None:
+    """Raise TooMuchWork if a TIFF's strips or tiles are too large, or too many for its size. `first_values`: {tag of a
+    field: its first number}. `offset_counts`: {tag of OFFSETS: number of offsets}, of strips and of tiles."""
+    width, height = first_values.get(WIDTH, 0), first_values.get(LENGTH, 0)
+    tile_width, tile_height = first_values.get(TILE_WIDTH, width), first_values.get(TILE_LENGTH, height)
+    require_at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")
+    layers = max(first_values.get(SAMPLES, 1), 1) if first_values.get(PLANAR) == 2 else 1
+    for tag, (across, down) in zip(
+        OFFSETS, ((width, first_values.get(ROWS, height)), (tile_width, tile_height)), strict=True
+    ):
         if min(across, down) > 0:
             needed = -(-width // across) * -(-height // down) * layers
-            at_most(tiles[tag], REPEATED * needed, "strips or tiles")
+            require_at_most(offset_counts[tag], REPEATED * needed, "strips or tiles")

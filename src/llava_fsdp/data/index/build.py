@@ -40,7 +40,7 @@ from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.examine.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, DatasetPass, ExaminePictures, ReadRecords
 from llava_fsdp.data.index.examine.image_sample import Examined
-from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
+from llava_fsdp.data.index.integrity import DONE, check_part, damaged_index, read_json, read_rows
 from llava_fsdp.data.index.record_store import (
     DataSource,
     FindRecords,
@@ -52,7 +52,7 @@ from llava_fsdp.data.index.record_store import (
     open_data_files,
     sources_of,
 )
-from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
+from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short_digest, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, LOSSES_COLUMN, EncodeRecords
 from llava_fsdp.data.index.worker_pool import join, open_column, run_chunks
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
@@ -106,7 +106,7 @@ class Plan:
         records must give then."""
         return self.reader if self.cfg.examine is Examine.lazy and self.reader.needs_size(1) else None
 
-    def settled(self, records: Path) -> "Plan":
+    def with_examine_chosen(self, records: Path) -> "Plan":
         """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, by the number of images in the
         columns in `records`."""
         if self.cfg.examine is not Examine.auto:
@@ -192,17 +192,18 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     folder = plan.cfg.index_folder
 
     def look_up() -> Index | None:
-        looked = not look_again or (since is not None and last_look(plan) != since)
-        return find(plan, sources, folder) if looked else None
+        # with `look_again`, what is there will do only if another process has examined the bad images since then
+        is_enough = not look_again or (since is not None and last_look(plan) != since)
+        return find_index(plan, sources, folder) if is_enough else None
 
     found = look_up()
     if found is not None:
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / LOCK):
+        with holding_lock(folder / LOCK):
             found = look_up()  # another process may have made the index while this one waited for the lock
-            return build(plan, sources, folder, watch, look_again) if found is None else found
+            return build_index(plan, sources, folder, watch, look_again) if found is None else found
     except LlavaFsdpError as error:
         error.on_every_rank = False  # only the rank that builds has this error; the others may still wait for the lock
         raise
@@ -217,7 +218,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Return whether an OSError is about a file outside `folder`."""
+    """Return whether an OSError is about a file outside `folder`, neither in it nor a folder above it."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, index = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -240,7 +241,7 @@ def note_look(plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def holding_lock(path: Path) -> Iterator[None]:
     """Hold a lock on the file `path`; wait for it first. The system releases it if this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
@@ -257,24 +258,24 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
+def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
     """Open the index if it is complete for the present sizes and modification times of the dataset's files; else return
     None."""
-    known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
-    if known is None:
+    known_state = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
+    if known_state is None:
         return None
-    state = folder / known.key
+    state = folder / known_state.key
     if not ((state / "texts").is_dir() and (state / plan.records_name).is_dir()):
         return None
-    plan = plan.settled(state / plan.records_name)
-    pictures = newest(state / pictures_name(plan))
+    plan = plan.with_examine_chosen(state / plan.records_name)
+    pictures = newest_version(state / pictures_name(plan))
     if pictures is None:
         return None
     encoded = state / encoded_name(plan, pictures)
-    return opened(plan, folder, state, pictures, encoded) if encoded.is_dir() else None
+    return open_complete(plan, folder, state, pictures, encoded) if encoded.is_dir() else None
 
 
-def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
+def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
     """Open a dataset's index, all parts of which are complete: `state`, and in it the folders of columns about images
     (`pictures`) and about encoded records. Raise DamagedError if a part is not what was written."""
     records = state / plan.records_name
@@ -285,47 +286,47 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise damaged(encoded / DONE, "it is not what was written") from error
+        raise damaged_index(encoded / DONE, "it is not what was written") from error
     try:
         examined = None if counts is None else Examined(**require_kinds(counts, kinds_of(Examined)))
     except (BadJson, TypeError) as error:
-        raise damaged(pictures / DONE, "it is not what was written") from error
+        raise damaged_index(pictures / DONE, "it is not what was written") from error
     try:
-        counts = [require_kinds(own, dict.fromkeys(own, (int,))) for own in read_json(records / DONE)[UNREAD]]
-        unread = {source.name: own for source, own in zip(store.sources, counts, strict=True)}
+        by_source = [require_kinds(keys, dict.fromkeys(keys, (int,))) for keys in read_json(records / DONE)[UNREAD]]
+        unread_keys = {source.name: keys for source, keys in zip(store.sources, by_source, strict=True)}
     except (BadJson, KeyError, TypeError, ValueError) as error:
-        raise damaged(records / DONE, "it is not what was written") from error
-    return Index(folder, store, records, pictures, encoded, limits, losses, examined, unread)
+        raise damaged_index(records / DONE, "it is not what was written") from error
+    return Index(folder, store, records, pictures, encoded, limits, losses, examined, unread_keys)
 
 
-def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
+def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
     """Make all missing parts of the index and open it. The caller must hold its lock. `look_again`: whether to read the
     files of records and every bad image again, because they may have been fixed."""
-    most = plan.cfg.max_record_bytes
-    begun = stamp(sources, most)
-    known = find_state(sources, folder, most, watch, look_again)
-    state = folder / known.key
+    most_bytes = plan.cfg.max_record_bytes
+    stamp_before = stamp(sources, most_bytes)
+    known_state = find_state(sources, folder, most_bytes, watch, look_again)
+    state = folder / known_state.key
     state.mkdir(exist_ok=True)
-    before = {*state.iterdir(), *chunk_parts(folder)}
+    parts_before = {*state.iterdir(), *chunk_parts(folder)}
     for part in state.iterdir():
         if part.is_dir() and is_part(part.name):
             check_part(part, whole=look_again)
 
-    def check() -> None:
+    def check_files_unchanged() -> None:
         """Raise SourceError if a file of records has changed, after deleting all parts that were made here from it."""
-        check_unchanged(sources, most, begun, lambda: undo(folder, state, before))
+        check_unchanged(sources, most_bytes, stamp_before, lambda: delete_new_parts(folder, state, parts_before))
 
     if not (state / "texts").is_dir():
-        texts = write_record_texts(files_of(sources), known.file_keys, plan, watch)
-        finding = FindRecords(texts, chunks_of(plan, "texts"), most)
+        texts = write_record_texts(files_of(sources), known_state.file_keys, plan, watch)
+        finding = FindRecords(texts, chunks_of(plan, "texts"), most_bytes)
         with watch("finding records", len(texts)) as advance:
             run_chunks(finding, finding.files(), plan.workers, advance)
-        join_positions(sources, finding, state / "texts", known.fingerprint, check)
+        join_positions(sources, finding, state / "texts", known_state.fingerprint, check_files_unchanged)
     records, sampling = state / plan.records_name, plan.reader.sampling
     reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
     chunks = chunks_of(plan, plan.records_name)
     result = ResultFolder(records, read_facts, [NAME_SIZE, UNREAD])
-    make(reading, chunks, result, plan.workers, watch, "reading records")
+    run_pass(reading, chunks, result, plan.workers, watch, "reading records")
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(
@@ -333,12 +334,13 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
     )
     chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
     result = ResultFolder(encoded, encoded_facts, [LOSSES_COLUMN])
-    make(encoding, chunks, result, plan.workers, watch, "counting tokens")
-    check()
-    return opened(plan, folder, state, pictures, encoded)
+    run_pass(encoding, chunks, result, plan.workers, watch, "counting tokens")
+    check_files_unchanged()
+    return open_complete(plan, folder, state, pictures, encoded)
 
 
 def is_part(name: str) -> bool:
+    """Return whether a folder of the index with this name is complete, since it has its final name."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
@@ -349,11 +351,11 @@ def chunk_parts(folder: Path) -> list[Path]:
     return [*folder.glob(f"{CHUNKS_FOLDER}/*/*"), *folder.glob(f"{ROWS_FOLDER}/*")]
 
 
-def undo(folder: Path, state: Path, before: set[Path]) -> None:
-    """Delete all parts of the index except `before`: those made while files of records changed. They may be wrong, and
-    would be taken for valid if the files changed back."""
-    for path in {*state.iterdir(), *chunk_parts(folder)} - before:
-        clear(path) if path.is_dir() else path.unlink(missing_ok=True)
+def delete_new_parts(folder: Path, state: Path, parts_before: set[Path]) -> None:
+    """Delete all parts of the index except `parts_before`: those made while files of records changed. They may be
+    wrong, and would be taken for valid if the files changed back."""
+    for path in {*state.iterdir(), *chunk_parts(folder)} - parts_before:
+        delete_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[TextFile, ...]:
@@ -376,17 +378,17 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
         with watch("reading Parquet files and tars", len(writing.parts)) as advance:
             run_chunks(writing, writing.chunks(), plan.workers, advance)
         writing.join_parts()
-    both = zip(files, folders, strict=True)
-    copies = [(file.path, folder / copy_name(file.path)) for file, folder in both if is_copied(file.path)]
+    files_and_folders = zip(files, folders, strict=True)
+    copies = [(file.path, folder / copy_name(file.path)) for file, folder in files_and_folders if is_copied(file.path)]
     if copies:
         unpack = Unpack(tuple(path for path, _ in copies), tuple(target for _, target in copies), data_files)
         with watch("unpacking", len(copies)) as advance:
             run_chunks(unpack, unpack.files(), plan.workers, advance)
-    found = []
+    text_files = []
     for number, (file, folder, key) in enumerate(zip(files, folders, keys, strict=True)):
         text = folder / copy_name(file.path) if is_copied(file.path) else Path(file.path)
-        found.append(TextFile(file, rows[number].whole if number in rows else text, key))
-    return tuple(found)
+        text_files.append(TextFile(file, rows[number].whole if number in rows else text, key))
+    return tuple(text_files)
 
 
 P = TypeVar("P", bound=DatasetPass)
@@ -401,11 +403,11 @@ class ResultFolder(Generic[P]):
 
     path: Path
     finish: Finish[P]
-    left_out: Collection[str] = ()
+    not_joined: Collection[str] = ()
     """Names of columns that are not joined, because only `finish` needs them."""
 
 
-def make(task: P, chunks: Path, result: ResultFolder[P], workers: int, watch: Watch, label: str) -> None:
+def run_pass(task: P, chunks: Path, result: ResultFolder[P], workers: int, watch: Watch, label: str) -> None:
     """Run a pass and write its result folder, unless that exists.
 
     Args:
@@ -418,36 +420,40 @@ def make(task: P, chunks: Path, result: ResultFolder[P], workers: int, watch: Wa
     with watch(label, len(files)) as advance:
         run_chunks(task, files, workers, advance)
     finish = result.finish
-    join(files, task.file_begins, result.path, lambda staged: finish(task, files, staged), result.left_out)
+    join(files, task.file_begins, result.path, lambda staged: finish(task, files, staged), result.not_joined)
 
 
-def clear(folder: Path) -> None:
+def delete_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def scaled(plan: Plan) -> bool:
+def scales_wide_values(plan: Plan) -> bool:
+    """Return whether training scales images with more than 8 bits per value to 8 bits; LLaVA clips them."""
     return plan.cfg.pixels is not Pixels.llava_v1_5
 
 
 def pictures_name(plan: Plan) -> str:
+    """Return the name, without its number, of the folder of columns about images, which changes with the settings on
+    which these columns depend."""
     videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
-    sampled = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
+    sample_settings = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
     if plan.sized_by_records is not None:
-        sampled = "sizes of records", plan.reader.form
-    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos, *sampled)}"
+        sample_settings = "sizes of records", plan.reader.form
+    settings = plan.cfg.examine.value, plan.cfg.allow_links, scales_wide_values(plan)
+    return f"pictures-{short_digest(*settings, *videos, *sample_settings)}"
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
     """Return the name of the folder with the numbers of tokens, which changes with encoder, image reader and
     `pictures`."""
-    return f"encoded-{short(encoding_of(plan), pictures.name)}"
+    return f"encoded-{short_digest(encoding_of(plan), pictures.name)}"
 
 
 def encoding_of(plan: Plan) -> str:
     """Return a checksum of all settings on which the numbers of tokens depend."""
     reader = plan.reader
     places = reader.fingerprint, reader.form, reader.pixels.value
-    return short(ENCODED_FORMAT, plan.encoder.fingerprint, places)
+    return short_digest(ENCODED_FORMAT, plan.encoder.fingerprint, places)
 
 
 def chunks_of(plan: Plan, name: str) -> Path:
@@ -455,7 +461,7 @@ def chunks_of(plan: Plan, name: str) -> Path:
     return plan.cfg.index_folder / CHUNKS_FOLDER / name
 
 
-def newest(folder: Path) -> Path | None:
+def newest_version(folder: Path) -> Path | None:
     """Return the folder named `folder`.N with the greatest number N; None if no such folder exists."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
@@ -465,8 +471,8 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     """Examine the images of a dataset, unless this has been done, and return the folder of the result. `look_again`:
     whether to examine bad images again. Chunks of records with an image that was fixed are then computed anew."""
     records = state / plan.records_name
-    settled = plan.settled(records)
-    cfg = settled.cfg
+    chosen_plan = plan.with_examine_chosen(records)
+    cfg = chosen_plan.cfg
     task = ExaminePictures(
         folder=state / "texts",
         size=CHUNKS["pictures"],
@@ -474,27 +480,27 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
         cache=plan.cache,
         records_folder=records,
         how=cfg.examine,
-        opens_all=settled.opens_all,
+        opens_all=chosen_plan.opens_all,
         sample_size=cfg.examine_images,
-        scaled=scaled(plan),
+        scales_wide_values=scales_wide_values(plan),
         allow_links=cfg.allow_links,
-        sized_by_records=settled.sized_by_records,
+        sized_by_records=chosen_plan.sized_by_records,
     )
-    name = pictures_name(settled)
+    name = pictures_name(chosen_plan)
     base, chunks = state / name, chunks_of(plan, name)
-    last = newest(base)
-    if last is not None:
-        fixed = fixed_chunks(task, last) if look_again else []
+    last_version = newest_version(base)
+    if last_version is not None:
+        fixed = fixed_chunks(task, last_version) if look_again else []
         if not fixed:
             if look_again:
                 note_look(plan)
-            return last
+            return last_version
         files = task.files(chunks)
         for chunk in fixed:
             files[chunk].unlink(missing_ok=True)
-    is_new = last is not None or not chunks.is_dir()  # otherwise results of an interrupted pass are reused
-    target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
-    make(task, chunks, ResultFolder(target, count_examined), plan.workers, watch, "examining images")
+    is_new = last_version is not None or not chunks.is_dir()  # otherwise results of an interrupted pass are reused
+    target = Path(f"{base}.{0 if last_version is None else int(last_version.suffix[1:]) + 1}")
+    run_pass(task, chunks, ResultFolder(target, count_examined), plan.workers, watch, "examining images")
     if is_new:
         note_look(plan)
     return target
@@ -506,7 +512,7 @@ def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> di
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
         return {}
     is_lazy = task.how is Examine.lazy
-    return {EXAMINED: asdict(Examined(len(digests)) if is_lazy else Examined.of(task.sample, digests))}
+    return {EXAMINED: asdict(Examined(len(digests)) if is_lazy else Examined.count(task.sample, digests))}
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
@@ -522,7 +528,8 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], _: Path) -> dict[str, Any]:
-    """Return what truncation loses in each data source, summed over its chunks, as JSON values."""
+    """Return the maximum lengths, and what truncation to each loses in each data source (LOSSES), summed over the files
+    `chunks` with the results of the pass, as JSON values for `done.json`."""
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
     for chunk, first in zip(chunks, task.file_begins, strict=True):

@@ -30,15 +30,15 @@ class Records:
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
         """`labels` and `too_long` decide which problems of a record have the effect that it is skipped."""
         self.index = index
-        self.dropping = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
+        self.dropped_kinds = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """Number of all records with each kind of problem."""
-        self.out = 0
+        self.num_wrong = 0
         """Number of records that are skipped because something is wrong with them."""
-        self.long = 0
+        self.num_too_long = 0
         """Number of records that are skipped only because they are too long."""
         # the name of the folder of encoded columns changes with the other folders of columns, too
-        kept = f"{index.encoded.name.replace('encoded', 'kept')}-{mask(*self.dropping):x}"
+        kept = f"{index.encoded.name.replace('encoded', 'kept')}-{mask(*self.dropped_kinds):x}"
         self._kept = index.encoded.with_name(kept)
         """Folder of the columns without the skipped records."""
         count = self._count()
@@ -48,25 +48,25 @@ class Records:
 
     def _count(self) -> int:
         """Count the records with each kind of problem and the skipped ones; return the number of those to train on."""
-        dropping = mask(*self.dropping)
-        long = dropping & BITS[Kind.too_long]
-        wrong = dropping & ~long
+        dropped_bits = mask(*self.dropped_kinds)
+        too_long_bits = dropped_bits & BITS[Kind.too_long]
+        wrong_bits = dropped_bits & ~too_long_bits
         kept = 0
         for _, flags in self.index.blocks():
             for kind in Kind:
                 self.counts[kind] += int(np.count_nonzero(flags & BITS[kind]))
             # a record that is skipped for its length is not truncated, and has lost no label
-            bits = np.where(flags & long, wrong & ~BITS[Kind.no_labels], wrong).astype(np.uint32)
-            self.out += int(np.count_nonzero(flags & bits))
-            kept += int(np.count_nonzero((flags & dropping) == 0))
-        self.long = len(self.index) - kept - self.out
+            counted_bits = np.where(flags & too_long_bits, wrong_bits & ~BITS[Kind.no_labels], wrong_bits)
+            self.num_wrong += int(np.count_nonzero(flags & counted_bits.astype(np.uint32)))
+            kept += int(np.count_nonzero((flags & dropped_bits) == 0))
+        self.num_too_long = len(self.index) - kept - self.num_wrong
         return kept
 
     def _choose(self) -> Iterator[np.ndarray]:
         """Yield the numbers in the index of the records to train on, in blocks, int64 [block]."""
-        dropping = mask(*self.dropping)
+        dropped_bits = mask(*self.dropped_kinds)
         for begin, flags in self.index.blocks():
-            yield np.flatnonzero((flags & dropping) == 0) + begin
+            yield np.flatnonzero((flags & dropped_bits) == 0) + begin
 
     def _blocks(self) -> Iterator[np.ndarray]:
         """Yield the array `numbers` in blocks, int64 [block]."""
@@ -75,22 +75,24 @@ class Records:
             yield self.numbers[begin : begin + BLOCK]
 
     def _shared(self, name: str, count: int, dtype: np.dtype, make: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+        """Return a column [count] from the folder of columns without the skipped records, where one process writes it
+        first. `make` yields its values in pieces."""
         return shared_column(self._kept / f"{name}.npy", count, dtype, make)
 
     def __len__(self) -> int:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
-    def at(self, number: int) -> int:
+    def number_in_index(self, number: int) -> int:
         """Return a record's number in the index."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
-        at = self.at(number)
-        return self._sizes.put(self.index.store.record(at), at)
+        index_number = self.number_in_index(number)
+        return self._sizes.put(self.index.store.record(index_number), index_number)
 
     def is_decoded(self, number: int, position: int) -> bool:
         """Return whether a record's image with index `position` was decoded, and was good, before training."""
-        return bool(self._digests[self._sizes.first[self.at(number)] + position])
+        return bool(self._digests[self._sizes.first[self.number_in_index(number)] + position])
 
     @cached_property
     def _digests(self) -> np.ndarray:
@@ -99,17 +101,20 @@ class Records:
     def fetch_ahead(self, numbers: Iterable[int], names: Mapping[int, Collection[str]] | None = None) -> None:
         """Begin to download the images of records that are in remote files or folders. `names`: for each record, the
         names of the images to download; None: all images."""
-        places = [self.at(number) for number in sorted(numbers)]
+        numbers_in_index = [self.number_in_index(number) for number in sorted(numbers)]
         if names is None:
-            return self.index.store.fetch_ahead(places)
-        wanted = {self.at(number): own for number, own in names.items()}
-        self.index.store.fetch_ahead(places, lambda number, name, place: place if name in wanted[number] else None)
+            return self.index.store.fetch_ahead(numbers_in_index)
+        names_to_fetch = {self.number_in_index(number): own for number, own in names.items()}
+        self.index.store.fetch_ahead(
+            numbers_in_index, lambda number, name, place: place if name in names_to_fetch[number] else None
+        )
 
     def where(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""
-        return self.index.store.name(self.at(number))
+        return self.index.store.name(self.number_in_index(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
+        """Return a column of the index without the values of skipped records. `folder`: that of the column."""
         values = open_column(folder, name)
         if self.numbers is None:
             return values
@@ -181,6 +186,6 @@ class Records:
     def left_out(self) -> Iterator[dict[str, Any]]:
         """Yield each problem of each skipped record as a dict with the record's name, the kind and the reason."""
         for row in self.index.rows():
-            if row["kind"] in self.dropping:
+            if row["kind"] in self.dropped_kinds:
                 where = self.index.store.name(row["record"])
                 yield {"record": where, "kind": row["kind"], "reason": row["reason"]}

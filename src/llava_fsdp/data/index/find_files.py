@@ -45,18 +45,18 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
     for path in paths_in(value):
         if not path:
             raise ConfigError(f"{key}={value} has an empty path; name a file, or files with one comma between two")
-        check_form(path, key)
+        refuse_other_forms(path, key)
         if is_remote(path):
             files: Sequence[str | RemoteFile] = remote_files(path, key)
         elif os.path.isfile(path):
             files = [path]
         elif os.path.isdir(path):
-            files = in_folder(Path(path))
+            files = files_below(Path(path))
             if not files:
                 raise ConfigError(f"{key}={path} is a folder without a file of records ({', '.join(SUFFIXES)})")
         elif glob.has_magic(path):
             matches = (match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
-            files = sorted((match for match in matches if not in_index(match)), key=os.fsencode)
+            files = sorted((match for match in matches if not is_in_index(match)), key=os.fsencode)
             if not files:
                 raise ConfigError(f"{key}={path} is a pattern that no file matches")
         else:
@@ -66,18 +66,18 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
             )
         found += files
     names = (file.name if isinstance(file, RemoteFile) else os.path.realpath(file) for file in found)
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{key} names {twice} twice; name it once (data.sources has epochs and weights)")
+    named_twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if named_twice is not None:
+        raise ConfigError(f"{key} names {named_twice} twice; name it once (data.sources has epochs and weights)")
     return found
 
 
-def check_form(path: str, key: str) -> None:
+def refuse_other_forms(path: str, key: str) -> None:
     """Raise ConfigError if a path is an address `file:`, or what `save_to_disk` of Hugging Face datasets writes: a
     folder with files `.arrow` and without files of records, or such a file."""
     if path[:5].lower() == "file:":
         raise ConfigError(f"{key}={path} is an address; give the path: {unquote(urlsplit(path).path)}")
-    if os.path.isdir(path) and in_folder(Path(path)):
+    if os.path.isdir(path) and files_below(Path(path)):
         return
     names = os.listdir(path) if os.path.isdir(path) else [path]
     is_dictionary = "dataset_dict.json" in names
@@ -125,27 +125,29 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
     if not found:
         raise ConfigError(f"{key}={url} has no file of records ({', '.join(SUFFIXES)})")
     if url.startswith("hf://") and not MAGIC.search(url):
-        within = split_url(url.rstrip("/"))[2]
-        paths = (split_url(file.name)[2].removeprefix(within) for file in found)
-        other = next((path for path in paths if OTHER_SPLIT.search(path)), None)
-        if other is not None and len(found) > 1:
+        folder_path = split_url(url.rstrip("/"))[2]
+        paths = (split_url(file.name)[2].removeprefix(folder_path) for file in found)
+        other_split = next((path for path in paths if OTHER_SPLIT.search(path)), None)
+        if other_split is not None and len(found) > 1:
             raise ConfigError(
-                f"{key}={url} has files that are not for training, such as {other.lstrip('/')}; name those to train on "
-                "by a pattern such as 'hf://datasets/ORG/NAME/data/train-*'"
+                f"{key}={url} has files that are not for training, such as {other_split.lstrip('/')}; name those to "
+                "train on by a pattern such as 'hf://datasets/ORG/NAME/data/train-*'"
             )
     return found
 
 
 def is_records(name: str) -> bool:
+    """Return whether a file with this base name is one of records, which is found in a folder."""
     name = name.partition("?versionId=")[0]
     return name.lower().endswith(SUFFIXES) and not name.startswith(".") and name not in HUB_METADATA
 
 
-def in_index(path: str) -> bool:
+def is_in_index(path: str) -> bool:
+    """Return whether a file is in the folder of an index."""
     return any(part.endswith(INDEX) for part in Path(path).parts[:-1])
 
 
-def in_folder(folder: Path) -> list[str]:
+def files_below(folder: Path) -> list[str]:
     """Return the paths of the files of records below a folder, without hidden files and files of an index. Links to
     folders are not followed."""
     found: list[str] = []

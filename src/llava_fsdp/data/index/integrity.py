@@ -26,7 +26,7 @@ NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokeni
 """Exceptions that NumPy raises for files that are not .npy files."""
 
 
-def damaged(path: Path, what: str) -> DamagedError:
+def damaged_index(path: Path, what: str) -> DamagedError:
     """Return a DamagedError that says `what` is wrong with a file of an index. The folder of the whole index is taken
     to be three levels above the file."""
     folder = path.parents[min(2, len(path.parents) - 1)]
@@ -35,46 +35,46 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 
 @contextlib.contextmanager
-def from_index(path: Path) -> Iterator[None]:
+def reading_index(path: Path) -> Iterator[None]:
     """Context manager for reading a file of an index: a FileNotFoundError becomes a DamagedError, any other OSError a
     SourceError."""
     with reading(path):
         try:
             yield
         except FileNotFoundError as error:
-            raise damaged(path, "it is missing") from error
+            raise damaged_index(path, "it is missing") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of an index; raise DamagedError if it is invalid."""
-    with from_index(path):
+    with reading_index(path):
         try:
             return parse_object(path.read_bytes())
         except ValueError as error:
-            raise damaged(path, str(error)) from error
+            raise damaged_index(path, str(error)) from error
 
 
 def read_column(path: Path) -> np.ndarray:
     """Open a .npy file of an index as a read-only, memory-mapped array; an empty array is read into memory. Raise
     DamagedError if the file is missing or not a whole .npy file."""
-    with from_index(path):
+    with reading_index(path):
         try:
             mapped = path.stat().st_size > 128  # an empty array cannot be mapped
             return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
         except NOT_NUMPY as error:
-            raise damaged(path, "it is not a whole .npy file") from error
+            raise damaged_index(path, "it is not a whole .npy file") from error
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the problems in a JSON Lines file of an index as dicts with record, id, kind and reason."""
-    with from_index(path), path.open("rb") as file:
+    with reading_index(path), path.open("rb") as file:
         for line in file:
             try:
                 row = parse_object(line)
             except ValueError as error:
-                raise damaged(path, f"in a line, {error}") from error
+                raise damaged_index(path, f"in a line, {error}") from error
             if not {"record", "id", "kind", "reason"} <= set(row):
-                raise damaged(path, "it is not what was written")
+                raise damaged_index(path, "it is not what was written")
             yield row
 
 
@@ -99,12 +99,12 @@ def check_part(folder: Path, whole: bool) -> None:
     its checksum has changed."""
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
-        raise damaged(folder / DONE, "it is not what was written")
-    for name, (size, known) in files.items():
+        raise damaged_index(folder / DONE, "it is not what was written")
+    for name, (known_size, known_sum) in files.items():
         path = folder / name
-        with from_index(path):
-            found = path.stat().st_size
-            if found != size:
-                raise damaged(path, f"{found} bytes, and {size} were written")
-            if whole and check_sum(path) != known:
-                raise damaged(path, "its content is not what was written")
+        with reading_index(path):
+            found_size = path.stat().st_size
+            if found_size != known_size:
+                raise damaged_index(path, f"{found_size} bytes, and {known_size} were written")
+            if whole and check_sum(path) != known_sum:
+                raise damaged_index(path, "its content is not what was written")

@@ -24,7 +24,7 @@ from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
 from llava_fsdp.data.index.find_files import find_files, find_images
-from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, write_done
+from llava_fsdp.data.index.integrity import DONE, damaged_index, read_column, read_json, write_done
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import spans
@@ -52,7 +52,7 @@ PIECE = 65_536
 """Number of records whose positions are written to one file. An interrupted search continues after the last such
 file."""
 
-Needed = Callable[[int, str, ImageLocation], ImageLocation | None]
+PartToFetch = Callable[[int, str, ImageLocation], ImageLocation | None]
 """Function (record number, image name, image location) -> location of the part of the image to download, or None."""
 
 
@@ -134,12 +134,12 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     Raises:
         ConfigError: a file or folder does not exist, or has no records.
     """
-    named = {name: (source.path, source.images or cfg.images) for name, source in cfg.sources.items()}
-    if not named:
+    paths_by_name = {name: (source.path, source.images or cfg.images) for name, source in cfg.sources.items()}
+    if not paths_by_name:
         assert cfg.path is not None, "checked by DataConfig"
-        named = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
+        paths_by_name = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
     sources, folders = [], dict[str, str]()
-    for name, (path, images) in named.items():
+    for name, (path, images) in paths_by_name.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
         files = find_files(path, f"{key}path")
         if images is not None and images not in folders:
@@ -166,15 +166,17 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
 
 
 def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
+    """Return the files of records of all data sources, in order."""
     return [file for source in sources for file in source.files]
 
 
 def open_data_files(files: Iterable[SourceFile], cache: CacheFolder | None) -> DataFiles:
-    """Return what reads files of records and the images in them. With `cache=None`, remote files are not cached."""
+    """Return the object that reads files of records and the images in them. With `cache=None`, remote files are not
+    cached."""
     return DataFiles({file.path: file.remote for file in files if file.remote is not None}, cache)
 
 
-def digest(file: SourceFile) -> str:
+def digest_of_records(file: SourceFile) -> str:
     """Return the SHA-256 checksum of a file of records. For a remote file whose storage does not know it, return the
     checksum of its URL, size and version (`RemoteFile.content`)."""
     if file.remote is not None:
@@ -182,8 +184,8 @@ def digest(file: SourceFile) -> str:
         is_known = content.startswith(SHA256)
         return content.removeprefix(SHA256) if is_known else hashlib.sha256(content.encode()).hexdigest()
     path = Path(file.path)
-    with reading(path), path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with reading(path), path.open("rb") as opened_file:
+        return hashlib.file_digest(opened_file, "sha256").hexdigest()
 
 
 class RecordStore:
@@ -212,10 +214,10 @@ class RecordStore:
             self.parts = [part_from(own) for own in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
             """Checksum of the content of all files."""
-            self.most: int = facts["max_record_bytes"]
+            self.most_bytes: int = facts["max_record_bytes"]
             """Greatest size of a record in bytes."""
         except (KeyError, TypeError, BadJson) as error:
-            raise damaged(folder / DONE, "it is not what was written") from error
+            raise damaged_index(folder / DONE, "it is not what was written") from error
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._part_begins = [p.first for p in self.parts]
         self.data_files = open_data_files((part.file for part in self.parts), cache)
@@ -240,6 +242,7 @@ class RecordStore:
         return part.file, number - part.first
 
     def part(self, number: int) -> NumberedFile:
+        """Return the file that contains record `number` of the dataset."""
         return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
@@ -257,14 +260,14 @@ class RecordStore:
         """
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
-            raise damaged(self.folder / "offset.npy", f"a record of {size} bytes at {offset} is impossible")
+            raise damaged_index(self.folder / "offset.npy", f"a record of {size} bytes at {offset} is impossible")
         source, index = self.locate(number)
-        check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
+        check_bytes(size, self.most_bytes, name_place(source.path, index, self.line(number)))
         try:
             return self.data_files.open(text).read(offset, size)
         except SourceError as error:
             if text != source.path and isinstance(error.__cause__, FileNotFoundError):
-                raise damaged(Path(text), "it is missing") from error
+                raise damaged_index(Path(text), "it is missing") from error
             raise
 
     def raw(self, number: int) -> Any:
@@ -297,11 +300,13 @@ class RecordStore:
                 return name_record(source.path, index, self.line(number), id_of(raw))
         return name_place(source.path, index, self.line(number))
 
-    def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
+    def fetch_ahead(
+        self, numbers: Iterable[int], part_to_fetch: PartToFetch = lambda number, name, place: place
+    ) -> None:
         """Begin to download the images of records that are in remote files or folders. Downloads begun by earlier calls
-        are dropped if they were not read. `needed`: function (record, name of an image, its location) -> location of
-        the part to download, or None; by default, whole images are downloaded."""
-        places = []
+        are dropped if they were not read. `part_to_fetch`: function (record, name of an image, its location) ->
+        location of the part to download, or None; by default, whole images are downloaded."""
+        locations = []
         for number in numbers:
             source = self.part(number).file
             folder = self._folders[source]
@@ -309,11 +314,13 @@ class RecordStore:
                 continue
             with contextlib.suppress(DataError):  # reported where the record is read
                 record = self.record(number)
-                held = list(record.inline.items()) if source.remote else []
+                images = list(record.inline.items()) if source.remote else []
                 if isinstance(folder, RemoteFolder):
-                    held += [(name, folder.location(name)) for name in record.images if name not in record.inline]
-                places += [needed(number, name, place) for name, place in held if isinstance(place, ImageLocation)]
-        self.data_files.fetch_ahead(place for place in places if place is not None)
+                    images += [(name, folder.location(name)) for name in record.images if name not in record.inline]
+                locations += [
+                    part_to_fetch(number, name, place) for name, place in images if isinstance(place, ImageLocation)
+                ]
+        self.data_files.fetch_ahead(place for place in locations if place is not None)
 
     def record(self, number: int, text: bytes | None = None) -> Record:
         """Read and parse a record; `text` has its bytes if they have been read already. Raise a DataError with a `kind`
@@ -326,12 +333,15 @@ class RecordStore:
 
 
 def source_from(raw: dict[str, Any]) -> DataSource:
+    """Return a data source from its JSON values in `done.json`. Raise BadJson, KeyError or TypeError if they are not
+    what was written; `part_from` likewise."""
     files = tuple(SourceFile(**require_kinds(own, kinds_of(SourceFile))) for own in raw["files"])
     require_kinds(raw, {"name": (str,), "path": (str,), "files": (list,)})
     return DataSource(raw["name"], raw["path"], files)
 
 
 def part_from(raw: dict[str, Any]) -> NumberedFile:
+    """Return a file of records from its JSON values in `done.json`."""
     file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
     require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})
     return NumberedFile(**{**raw, "file": file})
@@ -356,7 +366,7 @@ class FindRecords:
     texts: tuple[TextFile, ...]
     folder: Path
     """Folder in which each text file has a folder for its pieces."""
-    most: int
+    most_bytes: int
     """Greatest size of a record in bytes."""
 
     def __call__(self, chunk: int) -> Columns:
@@ -367,7 +377,7 @@ class FindRecords:
             return {"count": np.zeros(0, dtype=np.int64)}
         if is_container(text.file.path) and not text.path.stat().st_size:
             raise no_records(text.file.path)
-        split_file(text.path, self.pieces(chunk), self.most, text.file.path)
+        split_file(text.path, self.pieces(chunk), self.most_bytes, text.file.path)
         return {"count": np.zeros(0, dtype=np.int64)}
 
     def pieces(self, chunk: int) -> Path:
@@ -414,27 +424,29 @@ def join_positions(
         parts.append(NumberedFile(number, text.file, str(text.path), text.key, first, count))
         pieces += files
         first += count
-    lacking = [source.path for number, source in enumerate(sources) if number not in {part.source for part in parts}]
-    if lacking:
-        raise no_records(lacking[0])
+    without_records = [
+        source.path for number, source in enumerate(sources) if number not in {part.source for part in parts}
+    ]
+    if without_records:
+        raise no_records(without_records[0])
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
         columns = (np.minimum(read_column(p)[:, place], np.iinfo(dtype).max).astype(dtype) for p in pieces)
         write_column(staged / f"{name}.npy", columns, np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts]}
-    facts |= {"fingerprint": fingerprint, "max_record_bytes": found.most}
+    facts |= {"fingerprint": fingerprint, "max_record_bytes": found.most_bytes}
     write_done(staged, facts)
     check()
     os.replace(staged, folder)
 
 
-def split_file(path: Path, folder: Path, most: int, name: str | None = None) -> list[Path]:
+def split_file(path: Path, folder: Path, most_bytes: int, name: str | None = None) -> list[Path]:
     """Find the positions of the records in a text file and write them to several .npy files (pieces) in `folder`.
     Pieces left by an interrupted run are used again.
 
     Args:
-        most: greatest size of a record in bytes.
+        most_bytes: greatest size of a record in bytes.
         name: name of the file in error messages if `path` is a copy of it; None: `path`.
 
     Returns:
@@ -443,7 +455,7 @@ def split_file(path: Path, folder: Path, most: int, name: str | None = None) -> 
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
     after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
-    found = spans(path, after, most, name)
+    found = spans(path, after, most_bytes, name)
     while True:
         with reading(path):
             piece = list(itertools.islice(found, PIECE))

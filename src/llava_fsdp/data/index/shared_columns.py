@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from llava_fsdp.data.columns import npy_header
-from llava_fsdp.data.index.build import locked
-from llava_fsdp.data.index.integrity import damaged, read_column
+from llava_fsdp.data.index.build import holding_lock
+from llava_fsdp.data.index.integrity import damaged_index, read_column
 from llava_fsdp.runtime.files.durable_files import replacing
 from llava_fsdp.runtime.text.log import log
 
@@ -33,30 +33,31 @@ def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], It
     if not path.is_file():
         try:
             path.parent.mkdir(exist_ok=True)
-            with locked(path.parent / LOCK):
+            with holding_lock(path.parent / LOCK):
                 if not path.is_file():
-                    write(path, count, dtype, make())
+                    write_column_file(path, count, dtype, make())
         except OSError as error:
             log().warning("%s cannot be written (%s): each process holds a copy in memory", path, error)
-            return in_memory(count, dtype, make())
+            return join_in_memory(count, dtype, make())
     values = read_column(path)
     if values.dtype != dtype or values.shape != (count,):
-        raise damaged(path, "it is not what was written")
+        raise damaged_index(path, "it is not what was written")
     return values
 
 
-def write(path: Path, count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> None:
+def write_column_file(path: Path, count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> None:
     """Write the pieces of an array [count] to a .npy file, atomically. The caller must have locked the folder."""
     # left by a process that died: while this process has the lock, no other one writes here
-    for left in path.parent.glob("*.tmp"):
-        left.unlink(missing_ok=True)
+    for leftover in path.parent.glob("*.tmp"):
+        leftover.unlink(missing_ok=True)
     with replacing(path, durable=True) as file:
         file.write(npy_header(dtype, count))
         for piece in pieces:
             file.write(np.ascontiguousarray(piece, dtype).data)
 
 
-def in_memory(count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> np.ndarray:
+def join_in_memory(count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """Return an array [count] that is given in pieces."""
     values, end = np.empty(count, dtype=dtype), 0
     for piece in pieces:
         begin, end = end, end + len(piece)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.containers.file_reader import reading
-from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
+from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest_of_records, files_of
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, parse_object, require_kinds
@@ -42,25 +42,28 @@ class State:
         return {"key": self.key, "fingerprint": self.fingerprint, "shards": self.file_keys}
 
 
-def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch, look_again: bool) -> State:
+def find_state(sources: list[DataSource], folder: Path, most_bytes: int, watch: Watch, look_again: bool) -> State:
     """Compute the State of a dataset's files, or look it up in `known.json` by their sizes and modification times; with
-    `look_again`, always compute it. It depends on `most`, the greatest size of a record in bytes, because with another
-    limit other records are valid."""
-    known = read_known(folder)
-    now = stamp(sources, most)
-    if now not in known or look_again:
+    `look_again`, always compute it. It depends on `most_bytes`, the greatest size of a record in bytes, because with
+    another limit other records are valid."""
+    known_states = read_known(folder)
+    stamp_now = stamp(sources, most_bytes)
+    if stamp_now not in known_states or look_again:
         files = files_of(sources)
         digests = digests_of(files, folder, watch, look_again)
-        check_unchanged(sources, most, now)
-        whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        check_unchanged(sources, most_bytes, stamp_now)
+        digest_of_all = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         identities = [file.identity for file in files]
-        keys = [short(FORMAT, most, checksum, identity) for checksum, identity in zip(digests, identities, strict=True)]
-        known[now] = State(short(FORMAT, most, digests, identities), whole[:32], keys)
+        keys = [
+            short_digest(FORMAT, most_bytes, checksum, identity)
+            for checksum, identity in zip(digests, identities, strict=True)
+        ]
+        known_states[stamp_now] = State(short_digest(FORMAT, most_bytes, digests, identities), digest_of_all[:32], keys)
         replace_file(
             folder / KNOWN,
-            json.dumps({key: state.to_json() for key, state in known.items()}).encode(),
+            json.dumps({key: state.to_json() for key, state in known_states.items()}).encode(),
         )
-    return known[now]
+    return known_states[stamp_now]
 
 
 def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
@@ -71,9 +74,10 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
         stored = parse_object((folder / DIGESTS).read_bytes())
 
     def of_file(file: SourceFile) -> list[Any]:
+        """Return a file's entry [size, modification time, checksum] in `digests.json`."""
         entry = stored.get(file.path)
         if look_again or not isinstance(entry, list) or len(entry) != 3 or entry[:2] != version_of(file):
-            entry = [*version_of(file), digest(file)]
+            entry = [*version_of(file), digest_of_records(file)]
         return entry
 
     kept: dict[str, list[Any]] = {}
@@ -87,10 +91,13 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
     return [str(kept[file.path][2]) for file in files]
 
 
-def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
-    """Call `undo` and raise SourceError if `stamp` no longer returns `since`."""
+def check_unchanged(
+    sources: list[DataSource], most_bytes: int, since: str, undo: Callable[[], None] = lambda: None
+) -> None:
+    """Raise SourceError if a file of records has changed: if `stamp` no longer returns `since`. `undo` is called first;
+    it deletes what was made from the files meanwhile."""
     try:
-        is_changed = stamp(sources, most) != since
+        is_changed = stamp(sources, most_bytes) != since
     except SourceError:  # a file is gone
         is_changed = True
     if is_changed:
@@ -114,12 +121,12 @@ def read_known(folder: Path) -> dict[str, State]:
         return {}
 
 
-def stamp(sources: list[DataSource], most: int) -> str:
-    """Return a text that changes with the sizes and modification times of the files, and with `most`."""
+def stamp(sources: list[DataSource], most_bytes: int) -> str:
+    """Return a text that changes with the sizes and modification times of the files, and with `most_bytes`."""
     values = []
     for file in files_of(sources):
         values.append([file, *version_of(file)])
-    return short(FORMAT, most, values)
+    return short_digest(FORMAT, most_bytes, values)
 
 
 def version_of(file: SourceFile) -> list[Any]:
@@ -132,6 +139,6 @@ def version_of(file: SourceFile) -> list[Any]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def short(*what: object) -> str:
+def short_digest(*what: object) -> str:
     """Return a checksum of the arguments, as 12 hexadecimal digits."""
     return hashlib.sha256(repr(what).encode()).hexdigest()[:12]

@@ -40,7 +40,7 @@ class Counts:
     """The `path` of the data source, or the path of the file."""
     images: str | None
     records: int
-    left_out: int
+    left_out: int = 0
     """Number of skipped records. All fields below this one count only the records that are trained on."""
     text_only: int = 0
     pictures: int = 0
@@ -63,7 +63,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
     """Return the content of report.json: all statistics of a dataset, and the first SHOWN records with each kind of
     problem."""
     index = records.index
-    sources, files = with_problems(records)
+    sources, files = count_with_problems(records)
     return {
         "index": str(index.folder),
         "fingerprint": records.fingerprint,
@@ -79,7 +79,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
         "records": len(index),
         "kept": len(records),
         "examined": None if index.examined is None else index.examined.as_json(),
-        "left_out": {"wrong": records.out, "too_long": records.long},
+        "left_out": {"wrong": records.num_wrong, "too_long": records.num_too_long},
         "sources": [asdict(counts) for counts in sources],
         "files": [asdict(counts) for counts in files],
         "lengths": describe_lengths(index),
@@ -93,7 +93,9 @@ def count_sources(records: Records) -> list[Counts]:
     """Count each data source, without its problems."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
-    return [count(records, Counts(s.name, s.path, s.images, e - b, e - b), kept) for s, (b, e), kept in ranges]
+    return [
+        fill_counts(records, Counts(s.name, s.path, s.images, end - begin), kept) for s, (begin, end), kept in ranges
+    ]
 
 
 def count_files(records: Records) -> list[Counts]:
@@ -102,7 +104,7 @@ def count_files(records: Records) -> list[Counts]:
     bounds = file_bounds(records)
     kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
     ranges = zip(parts, itertools.pairwise(kept.tolist()), strict=True)
-    return [count(records, Counts(p.file.name, p.file.path, p.file.images, p.count, p.count), own) for p, own in ranges]
+    return [fill_counts(records, Counts(p.file.name, p.file.path, p.file.images, p.count), own) for p, own in ranges]
 
 
 def file_bounds(records: Records) -> np.ndarray:
@@ -111,15 +113,15 @@ def file_bounds(records: Records) -> np.ndarray:
     return np.array([*(part.first for part in records.index.store.parts), len(records.index)], dtype=np.int64)
 
 
-def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
+def fill_counts(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
     """Fill in the fields of `counts` on tokens, images etc., and return it.
 
     Args:
-        counts: its field `left_out` has the number of all records, skipped ones included.
+        counts: its field `records` has the number of all records, skipped ones included.
         kept: range [begin, end) of the records to count, numbered among those that are trained on.
     """
     begin, end = kept
-    counts.left_out -= end - begin
+    counts.left_out = counts.records - (end - begin)
     image_tokens = records.image_tokens
     counts.image_tokens = None if image_tokens is None else 0
     longest = 0
@@ -144,10 +146,10 @@ def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
     half = (end - begin - 1) // 2
     if end - begin <= BLOCK:
         return int(np.partition(lengths[begin:end], half)[half])
-    reached = np.zeros(longest + 1, dtype=np.int64)
+    counts = np.zeros(longest + 1, dtype=np.int64)
     for at in range(begin, end, BLOCK):
-        reached += np.bincount(lengths[at : min(at + BLOCK, end)], minlength=longest + 1)
-    return int(np.searchsorted(np.cumsum(reached), half + 1))
+        counts += np.bincount(lengths[at : min(at + BLOCK, end)], minlength=longest + 1)
+    return int(np.searchsorted(np.cumsum(counts), half + 1))
 
 
 def count_problems(records: Records) -> list[dict[str, int]]:
@@ -161,33 +163,33 @@ def count_problems(records: Records) -> list[dict[str, int]]:
     return [{str(kind): int(counts[file]) for kind, counts in found.items() if counts[file]} for file in range(files)]
 
 
-def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
+def count_with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
     """Return the counts, with problems, of each data source and of each file of records."""
     sources, files = count_sources(records), count_files(records)
     for part, counts, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
-        counts.problems, whole = problems, sources[part.source].problems
-        whole |= {kind: whole.get(kind, 0) + number for kind, number in problems.items()}
+        counts.problems, problems_of_source = problems, sources[part.source].problems
+        problems_of_source |= {kind: problems_of_source.get(kind, 0) + number for kind, number in problems.items()}
     return sources, files
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
     """Return histogram, mean and percentiles of the lengths in tokens of all records before truncation."""
-    full = open_column(index.encoded, "full")
-    longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
+    lengths = open_column(index.encoded, "full")
+    longest = max((int(lengths[at : at + BLOCK].max(initial=0)) for at in range(0, len(lengths), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
-    for at in range(0, len(full), BLOCK):
-        counts += np.bincount(full[at : at + BLOCK], minlength=longest + 1)
+    for at in range(0, len(lengths), BLOCK):
+        counts += np.bincount(lengths[at : at + BLOCK], minlength=longest + 1)
     counts[0] = 0  # records that make no sample
     total = int(counts.sum())
     if not total:
         return {"samples": 0, "mean": None, "percentiles": {}, "histogram": []}
-    reached = np.cumsum(counts)
+    cumulative = np.cumsum(counts)
     width = bar_width(longest)
     bars = [(at, min(at + width, longest + 1)) for at in range(0, longest + 1, width)]
     return {
         "samples": total,
         "mean": float((counts * np.arange(longest + 1)).sum() / total),
-        "percentiles": {str(p): int(np.searchsorted(reached, total * p / 100)) for p in PERCENTILES},
+        "percentiles": {str(p): int(np.searchsorted(cumulative, total * p / 100)) for p in PERCENTILES},
         "histogram": [{"from": a, "to": b - 1, "records": int(counts[a:b].sum())} for a, b in bars],
     }
 
@@ -209,14 +211,15 @@ def describe_losses(index: Index) -> list[dict[str, Any]]:
     return [
         {
             "max_length": limit,
-            **losses(index.losses[:, row].sum(axis=0)),
-            "sources": {name: losses(index.losses[source, row]) for source, name in enumerate(names)},
+            **named_losses(index.losses[:, row].sum(axis=0)),
+            "sources": {name: named_losses(index.losses[source, row]) for source, name in enumerate(names)},
         }
         for row, limit in enumerate(index.limits)
     ]
 
 
-def losses(counts: np.ndarray) -> dict[str, int]:
+def named_losses(counts: np.ndarray) -> dict[str, int]:
+    """Return counts of what truncation loses, int64 [LOSSES], by their names in report.json."""
     names = {"records": "records_cut", "positions": "positions_lost", "labels": "label_tokens_lost"}
     return {names.get(n, "left_without_labels"): int(c) for n, c in zip(LOSSES, counts, strict=True)}
 
@@ -225,7 +228,12 @@ def list_problems(records: Records) -> dict[str, Any]:
     """Return, for each kind of problem, the number of records that have it, whether they are trained on, and the first
     SHOWN of them."""
     found = {
-        kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
+        kind: {
+            "records": count,
+            "kept": kind not in records.dropped_kinds,
+            "meaning": PROBLEMS[kind].meaning,
+            "first": [],
+        }
         for kind, count in records.counts.items()
         if count
     }
@@ -244,7 +252,7 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
         file, index = records.index.store.locate(row["record"])
         yield {
             "kind": row["kind"],
-            "kept": row["kind"] not in records.dropping,
+            "kept": row["kind"] not in records.dropped_kinds,
             "source": file.name,
             "file": file.path,
             "line": records.index.store.line(row["record"]),
@@ -261,12 +269,13 @@ def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageSo
     encoder, reader = encoding
     examples = draw_examples(records, encoder, reader)
     folder.mkdir(parents=True, exist_ok=True)
-    put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
-    put(folder / PAGE, [shown_text(dataset_page(report, examples))])
-    put(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
+    write_text(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
+    write_text(folder / PAGE, [shown_text(dataset_page(report, examples))])
+    write_text(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
     return report
 
 
-def put(path: Path, text: Iterator[str] | list[str]) -> None:
+def write_text(path: Path, text: Iterator[str] | list[str]) -> None:
+    """Write a text, given in pieces, into a file that gets its name when it is complete."""
     with replacing(path) as file:
         file.writelines(piece.encode(errors="backslashreplace") for piece in text)  # an id may be half a surrogate pair

@@ -68,67 +68,69 @@ class EncodeRecords(DatasetPass):
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
             record = self.sizes.put(record, number)
-            made = self.encode(record, number, found.of(number, record.known_id))
-            if made is None:
+            measured = self.encode(record, number, found.teller_of(number, record.known_id))
+            if measured is None:
                 continue
-            sample = made.sample
+            sample = measured.sample
             lengths = [len(rows) for rows in sample.image_rows]
             tiles = sum(self.reader.count_tiles(record, sample.place(n), tokens) for n, tokens in enumerate(lengths))
             image_tokens = int(sample.is_image.sum())
-            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens
-            lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
-            for name, value in zip(names, (*held, *lost), strict=True):
+            counts = (
+                len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens,
+                sample.positions_cut, sample.labels_cut, len(measured.whole.input_ids),
+            )  # fmt: skip
+            for name, value in zip(names, counts, strict=True):
                 columns[name][number - numbers.start] = value
-            losses += self.losses(made)
+            losses += self.count_losses(measured)
         return {**columns, LOSSES_COLUMN: losses.reshape(-1)}
 
     def encode(self, record: Record, number: int, tell: Tell) -> MeasuredSample | None:
         """Encode a record and report its problems; None if it makes no sample."""
         for position, turn in enumerate(asked_turns(record)):
-            tell_special(record, position, turn.text, self.encoder, tell)
+            tell_special_token(record, position, turn.text, self.encoder, tell)
             if turn.role == "gpt" and not turn.text.strip():
                 reason = f"{record.where}: turn {position} is an answer without text; write one, or remove the turns"
                 tell(Kind.empty_answer, reason)
         attempt(lambda: self.check_shapes(record, number), tell)
-        if record.images and not self.reader.is_known(record):
+        if record.images and not self.reader.has_image_facts(record):
             return None  # the length is unknown because an image is bad, which the pass over images has reported
-        made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
-        if made is not None:
-            check_cut(record, made, self.encoder.max_length, tell)
-            if made.whole.unlearnt:
+        measured = attempt(lambda: self.encoder.measure(record, self.limits), tell)
+        if measured is not None:
+            tell_if_cut(record, measured, self.encoder.max_length, tell)
+            if measured.whole.unlearnt:
                 tell(
                     Kind.unlearnt_answer,
-                    f"{record.where} has {made.whole.unlearnt} answers without labels: the prompts of later answers "
-                    "show them with other tokens than a model generates; make each answer a record of its own to "
-                    "train all",
+                    f"{record.where} has {measured.whole.unlearnt} answers without labels: the prompts of later "
+                    "answers show them with other tokens than a model generates; make each answer a record of its own "
+                    "to train all",
                 )
-        return made
+        return measured
 
     def check_shapes(self, record: Record, number: int) -> None:
         """Raise DataError if the shape of an image does not work with `data.image_aspect_ratio` and `data.pixels`."""
         for place, name in enumerate(record.images):
-            width, height, stored_height = self.sizes.of(number, place)
+            width, height, stored_height = self.sizes.sizes_of(number, place)
             if width and not is_video(name):
                 what = f"{record.where}: image {self.reader.path(record, name)}"
                 self.reader.check_shape((width, height), stored_height, record.num_images, what)
 
-    def losses(self, made: MeasuredSample) -> np.ndarray:
+    def count_losses(self, measured: MeasuredSample) -> np.ndarray:
         """Return what truncation of a record to each of `self.limits` loses, in the columns LOSSES, int64 [limits,
         LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
-        labels = made.whole.num_labels
+        labels = measured.whole.num_labels
         for row, limit in enumerate(self.limits):
-            cut = made.at.get(limit)
+            cut = measured.at.get(limit)  # None: the record is not longer than this
             if cut is not None:
-                gone = labels - cut.num_labels
-                lost[row] = 1, cut.positions_cut, gone, cut.num_labels == 0 and labels > 0
+                labels_lost = labels - cut.num_labels
+                lost[row] = 1, cut.positions_cut, labels_lost, cut.num_labels == 0 and labels > 0
         return lost
 
 
-def tell_special(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
-    """Report a special token in the text of the turn with index `position`."""
-    named = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
-    found = next((token for token in named if token != IMAGE_TAG), None)
+def tell_special_token(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
+    """Report to `tell` that the text of the turn with index `position` has a special token."""
+    special_tokens = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
+    found = next((token for token in special_tokens if token != IMAGE_TAG), None)
     if found is not None:
         as_text = encoder.special_tokens is SpecialTokens.text
         how = "tokenized as text" if as_text else "read as that token"
@@ -136,18 +138,18 @@ def tell_special(record: Record, position: int, text: str, encoder: Encoder, tel
         tell(Kind.special_token, f"{reason} (data.special_tokens={encoder.special_tokens.value})")
 
 
-def check_cut(record: Record, made: MeasuredSample, max_length: int, tell: Tell) -> None:
-    """Report a record that is too long or has no labels after truncation."""
-    sample, full = made.sample, len(made.whole.input_ids)
+def tell_if_cut(record: Record, measured: MeasuredSample, max_length: int, tell: Tell) -> None:
+    """Report to `tell` that a record is too long, or has no labels after truncation to `max_length` tokens."""
+    sample, whole_length = measured.sample, len(measured.whole.input_ids)
     least = "at least " if any(len(turn.text) > LONG for turn in record.turns) else ""  # a long text is shortened
     if sample.positions_cut:
         tell(
             Kind.too_long,
-            f"{record.where} is {least}{full} positions long, over data.max_length={max_length}; raise it, or set "
-            "data.too_long=truncate or skip",
+            f"{record.where} is {least}{whole_length} positions long, over data.max_length={max_length}; raise it, or "
+            "set data.too_long=truncate or skip",
         )
     if sample.num_labels == 0:
-        cut = made.whole.num_labels > 0
+        cut = measured.whole.num_labels > 0
         why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
         if not any(turn.learnt for turn in record.turns if turn.role == "gpt"):
             why = ": its keys say of every answer that it is not learnt (weight 0, loss false); take the record out"

@@ -18,7 +18,7 @@ from llava_fsdp.data.containers.data_files import open_folder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageInContainer, image_in, read_file
 from llava_fsdp.data.images.video import video_digest
-from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
+from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find_index
 from llava_fsdp.data.index.examine.examine_passes import PictureNames
 from llava_fsdp.data.index.integrity import check_part
 from llava_fsdp.data.index.record_store import RecordStore, sources_of
@@ -59,7 +59,7 @@ class CompareContent:
     def __call__(self, chunk: int) -> Columns:
         """Compare the records of a chunk and their images; the column `changed` says what differs."""
         changed: list[str] = []
-        seen: dict[Path | ImageInContainer, int | str] = {}
+        digests_now: dict[Path | ImageInContainer, int | str] = {}
         records, images = self.digests
         for number in range(chunk * self.size, min(len(self.store), (chunk + 1) * self.size)):
             source, _ = self.store.locate(number)
@@ -67,23 +67,23 @@ class CompareContent:
             if in_text and records[number] and xxh3_64_intdigest(self.store.read(number)) != records[number]:
                 changed.append(f"{self.store.name(number)} is not what it was")
             first = int(self.names.first[number])
-            names = self.names.of(number)
+            names = self.names.names_of(number)
             inline = self.store.record(number).inline if is_container(source.path) and names else {}
             for place, name in enumerate(names):
-                known, held = int(images[first + place]), inline.get(name)
-                if isinstance(held, ImageLocation):
-                    file: Path | ImageInContainer = ImageInContainer(held, self.store.data_files)
+                digest_before, location = int(images[first + place]), inline.get(name)
+                if isinstance(location, ImageLocation):
+                    file: Path | ImageInContainer = ImageInContainer(location, self.store.data_files)
                 elif name.startswith(INLINE) or source.images is None:  # an image in the text is in the record's digest
                     continue
                 else:
                     file = image_in(open_folder(source.images, self.store.data_files), name)
-                if not known:  # the image was not decoded when the index was made, or is bad
+                if not digest_before:  # the image was not decoded when the index was made, or is bad
                     continue
-                now = seen[file] if file in seen else seen.setdefault(file, digest_of(file))
-                if now != known:
-                    said = f": {now}" if isinstance(now, str) else " is not what it was"
-                    changed.append(f"image {file}{said}, of {self.store.name(number)}")
-        return {ROWS: rows_column([{"changed": said} for said in changed])}
+                digest_now = digests_now[file] if file in digests_now else digests_now.setdefault(file, digest_of(file))
+                if digest_now != digest_before:
+                    difference = f": {digest_now}" if isinstance(digest_now, str) else " is not what it was"
+                    changed.append(f"image {file}{difference}, of {self.store.name(number)}")
+        return {ROWS: rows_column([{"changed": difference} for difference in changed])}
 
 
 def digest_of(path: Path | ImageInContainer) -> int | str:
@@ -106,7 +106,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
         DamagedError: a file of the index is not what was written.
     """
     folder = plan.cfg.index_folder
-    index = find(plan, sources_of(plan.cfg), folder)
+    index = find_index(plan, sources_of(plan.cfg), folder)
     if index is None:
         raise ConfigError(
             f"verify=true: {folder} has no whole index of these files with their present size and time. To make it, "
@@ -116,11 +116,11 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
         check_part(part, whole=True)
     changed = changed_rows(index) + compare(index, plan.workers, watch)
     if changed:
-        more = [f"... and {len(changed) - SHOWN:,} more"] if len(changed) > SHOWN else []
+        more_line = [f"... and {len(changed) - SHOWN:,} more"] if len(changed) > SHOWN else []
         cure = f"take the files from their source again; if the change is meant, delete {folder}, and it is made again"
         raise DataError("\n".join([
             f"{len(changed):,} records or images are not what the index {folder} was made of",
-            *changed[:SHOWN], *more, cure,
+            *changed[:SHOWN], *more_line, cure,
         ]))  # fmt: skip
     return len(index), int(np.count_nonzero(open_column(index.pictures, "digest")))
 
@@ -129,24 +129,26 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
     """Return a description of each image, and of each record in a text file, that has changed."""
     task = CompareContent(index.store, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
-    with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
+    with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as folder:
         with watch("reading everything again", chunks) as advance:
-            run_chunks(task, chunk_files(Path(made), chunks), workers, advance)
-        found = [column(chunk_file(Path(made), chunk), ROWS).tobytes() for chunk in range(chunks)]
+            run_chunks(task, chunk_files(Path(folder), chunks), workers, advance)
+        found = [column(chunk_file(Path(folder), chunk), ROWS).tobytes() for chunk in range(chunks)]
     return [json.loads(line)["changed"] for chunk in found for line in chunk.splitlines()]
 
 
 def changed_rows(index: Index) -> list[str]:
     """Return a description of each record in a Parquet file or a tar that has changed."""
-    known, store = open_column(index.records, "digest"), index.store
+    digests_before, store = open_column(index.records, "digest"), index.store
     changed = []
     for part in store.parts:
         path, begin, end = part.file.path, part.first, part.first + part.count
         if not is_container(path):
             continue
-        digests = [xxh3_64_intdigest(line) for line in all_lines(path, part.file.keys, store.most, store.data_files)]
+        digests = [
+            xxh3_64_intdigest(line) for line in all_lines(path, part.file.keys, store.most_bytes, store.data_files)
+        ]
         if len(digests) != end - begin:
             changed.append(f"{path} has {len(digests):,} records, and had {end - begin:,}")
         pairs = zip(range(begin, end), digests, strict=False)
-        changed += [f"{store.name(n)} is not what it was" for n, own in pairs if own != known[n]]
+        changed += [f"{store.name(n)} is not what it was" for n, own in pairs if own != digests_before[n]]
     return changed

@@ -68,24 +68,24 @@ def run_chunks(task: ChunkTask, files: Sequence[Path], workers: int, advance: Ad
     """
     for folder in {file.parent for file in files}:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("*.tmp"):
-            left.unlink(missing_ok=True)
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink(missing_ok=True)
     pending = deque(n for n, file in enumerate(files) if not is_whole(file))
     advance(len(files) - len(pending))
     start = time.monotonic()
     while pending and time.monotonic() < start + ALONE_SECONDS:
-        do(task, files, pending.popleft())
+        compute_chunk(task, files, pending.popleft())
         advance(1)
     if (workers := min(workers, len(pending))) > 1:
         context = RecordingContext()
         try:
-            pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, files))
+            pool = ProcessPoolExecutor(workers, context, initializer=begin_worker, initargs=(os.getpid(), task, files))
         except (OSError, ImportError) as error:  # the pool's queues have locks in /dev/shm
             log().warning("no worker processes (%s): this process does all; is /dev/shm full or missing?", error)
         else:
             return run_in_workers(pool, context, pending, advance)
     for chunk in pending:
-        do(task, files, chunk)
+        compute_chunk(task, files, chunk)
         advance(1)
 
 
@@ -110,7 +110,7 @@ def run_in_workers(
     try:
         with pool, one_thread_each():
             try:
-                for future in as_completed([pool.submit(do_in_worker, chunk) for chunk in pending]):
+                for future in as_completed([pool.submit(compute_in_worker, chunk) for chunk in pending]):
                     future.result()
                     advance(1)
             except BrokenProcessPool:
@@ -148,17 +148,19 @@ WORK: list[Callable[[int], None]] = []
 """In a worker process, the function that computes and writes a chunk; empty in the main process."""
 
 
-def begin(parent: int, task: ChunkTask, files: Sequence[Path]) -> None:
+def begin_worker(parent: int, task: ChunkTask, files: Sequence[Path]) -> None:
     """Initialise a worker process, so that it computes chunks, ends when the process `parent` ends, and ignores
     Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
     guard_streams()
-    WORK.append(partial(do, task, files))
+    WORK.append(partial(compute_chunk, task, files))
 
 
-def do_in_worker(chunk: int) -> None:
+def compute_in_worker(chunk: int) -> None:
+    """Compute a chunk with what `begin_worker` has given to this worker process: only its number is sent for each
+    chunk."""
     WORK[0](chunk)
 
 
@@ -167,7 +169,8 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and zipfile.is_zipfile(path)
 
 
-def do(task: ChunkTask, files: Sequence[Path], chunk: int) -> None:
+def compute_chunk(task: ChunkTask, files: Sequence[Path], chunk: int) -> None:
+    """Compute the columns of a chunk and write them to its file."""
     columns = task(chunk)
     # a worker may outlive the process that started it, and write the same chunk as a worker of the next one
     with replacing(files[chunk], durable=True) as file:
@@ -181,7 +184,7 @@ def join(
     offsets: Sequence[int],
     target: Path,
     finish: Callable[[Path], dict[str, Any]],
-    left_out: Collection[str] = (),
+    not_joined: Collection[str] = (),
 ) -> None:
     """Concatenate the results of all chunks: each column becomes a .npy file in `target`, and the column ROWS becomes
     `rows.jsonl`.
@@ -193,33 +196,34 @@ def join(
             their own file of records.
         finish: called with the folder of the concatenated columns; may add files to it, and returns JSON values to
             store in its `done.json`.
-        left_out: names of columns that are not concatenated, because only `finish` needs them.
+        not_joined: names of columns that are not concatenated, because only `finish` needs them.
 
     Raises:
         SourceError: the file of a chunk is broken. It is deleted, so that the next run makes it again.
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
-    dtypes = {name: values.dtype for name, values in columns_of(files[0]).items() if name not in left_out}
+    dtypes = {name: values.dtype for name, values in columns_of(files[0]).items() if name not in not_joined}
     for name, dtype in dtypes.items():
         pieces = (column(file, name) for file in files)
         if name == ROWS:
             with (staged / f"{ROWS}.jsonl").open("wb") as file:
                 for piece, first in zip(pieces, offsets, strict=True):
-                    file.write(renumbered(piece.tobytes(), first))
+                    file.write(renumber(piece.tobytes(), first))
         else:
             write_column(staged / f"{name}.npy", pieces, dtype)
     write_done(staged, finish(staged))
     os.replace(staged, target)
 
 
-def renumbered(rows: bytes, first: int) -> bytes:
+def renumber(rows: bytes, first: int) -> bytes:
     """Return JSON Lines with `first` added to the value of `record` in each line."""
     if not first:
         return rows
-    made = (json.loads(line) for line in rows.splitlines())
-    return rows_column([{**row, "record": row["record"] + first} for row in made]).tobytes()
+    parsed_rows = (json.loads(line) for line in rows.splitlines())
+    return rows_column([{**row, "record": row["record"] + first} for row in parsed_rows]).tobytes()
 
 
 def open_column(folder: Path, name: str) -> np.ndarray:
+    """Return a column of the index, memory-mapped; raise DamagedError if its file is missing or damaged."""
     return read_column(folder / f"{name}.npy")

@@ -58,7 +58,7 @@ class ProcessorImages(ImageSource):
     def needs_size(self, images: int) -> bool:
         return True
 
-    def is_known(self, record: Record) -> bool:
+    def has_image_facts(self, record: Record) -> bool:
         assert record.sizes is not None
         return all(min(size) > 0 for size in record.sizes)
 
@@ -69,7 +69,7 @@ class ProcessorImages(ImageSource):
         """Do nothing: the encoder asks the processor about each size."""
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        path, sizes = self.note(record, name)
+        path, sizes = self.begin_reading(record, name)
         return self.load(path, record.where, record.num_images, sizes)
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.containers.tar_container import TarSample, samples
+from llava_fsdp.data.containers.tar_container import TarSample, tar_samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.keys import KeyMeaning, meaning_of
@@ -54,7 +54,7 @@ class TarRows:
         """Yield the samples as records in JSON; a placeholder for one of more than `max_bytes`. Log a warning of
         members that belong to no sample. Raise DataError if the tar is damaged."""
         skipped: Counter[str] = Counter()
-        for sample in samples(self.file, skipped):
+        for sample in tar_samples(self.file, skipped):
             yield SampleReader(self.file, sample, self.keys, max_bytes).line()
         del skipped["folder"]
         if skipped:

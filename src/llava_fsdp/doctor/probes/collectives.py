@@ -15,12 +15,12 @@ from llava_fsdp.doctor.findings import Finding, fail, ok
 from llava_fsdp.runtime.process.process_end import without_launcher
 from llava_fsdp.runtime.text.humanize import readable
 
-LIMIT = 60.0
+LIMIT_SECONDS = 60.0
 """Time limit in seconds of this check, for all ranks together."""
 PROGRAM = ("-m", "llava_fsdp.doctor.probes.collectives_worker")
 MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
-STUCK = {
+HANGS = {
     "": ("has not started", f"run it by hand: torchrun --standalone --nproc-per-node 2 {' '.join(PROGRAM)} /tmp", ""),
     "started": ("has not met the others", "localhost and this machine's name must lead here (/etc/hosts)", ""),
     "joined": (
@@ -41,7 +41,9 @@ ERROR_LINE = re.compile(r"(?i)^(?!frame #).*\b\w*(error|exception)\b.*:")
 """A line that names an error, but no frame of a C++ stack."""
 
 
-def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
+def try_ranks(
+    count: int, on_gpus: bool, limit: float = LIMIT_SECONDS, program: Sequence[str] = PROGRAM
+) -> Iterator[Finding]:
     """Start `count` ranks with torchrun, as a training does, and let them run collectives. Yield the speed, an error,
     or where the ranks hang.
 
@@ -64,10 +66,10 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
         try:
             process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            yield stuck(name, stages_of(Path(folder), count), limit, on_gpus)
+            yield hang_finding(name, stages_of(Path(folder), count), limit, on_gpus)
             return
         finally:
-            end(process)
+            end_torchrun_process(process)
         seconds = time.monotonic() - start
         stages = stages_of(Path(folder), count)
         if process.returncode != 0:
@@ -91,15 +93,15 @@ def stages_of(folder: Path, count: int) -> list[str]:
     return stages
 
 
-def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
+def hang_finding(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
     """Return a finding that names the ranks which are furthest behind, and where they hang. `stages`: last stage of
-    each rank, a key of `STUCK`; `limit`: the exceeded time limit in seconds."""
-    order = list(STUCK)
-    reached = [order.index(stage.split()[0] if stage else "") for stage in stages]
-    first = min(reached)
-    late = [str(rank) for rank, stage in enumerate(reached) if stage == first]
-    what, on_gpu, on_cpu = STUCK[order[first]]
-    who = "every rank" if len(late) == len(reached) else f"rank {', '.join(late)}"
+    each rank, a key of `HANGS`; `limit`: the exceeded time limit in seconds."""
+    order = list(HANGS)
+    stage_numbers = [order.index(stage.split()[0] if stage else "") for stage in stages]
+    slowest_stage = min(stage_numbers)
+    late_ranks = [str(rank) for rank, stage in enumerate(stage_numbers) if stage == slowest_stage]
+    what, on_gpu, on_cpu = HANGS[order[slowest_stage]]
+    who = "every rank" if len(late_ranks) == len(stage_numbers) else f"rank {', '.join(late_ranks)}"
     return fail(name, f"not done after {limit:.0f} s: {who} {what}", on_gpu if on_gpus else on_cpu or on_gpu)
 
 
@@ -112,7 +114,7 @@ def reason(output: str) -> str:
     return (errors or [line for text in lines for line in text] or ["no output"])[-1][:300]
 
 
-def end(process: subprocess.Popen) -> None:
+def end_torchrun_process(process: subprocess.Popen) -> None:
     """End a torchrun process, and its ranks with it, by SIGTERM, or SIGKILL if that does not help."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:

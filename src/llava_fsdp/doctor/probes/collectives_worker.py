@@ -36,32 +36,33 @@ def main() -> None:
     world = read_world()
     path = Path(sys.argv[1]) / f"rank-{world.rank}"
 
-    def reached(stage: str, more: str = "") -> None:
+    def record_stage(stage: str, more: str = "") -> None:
+        """Append a line with the stage that this rank has reached, from which `doctor` sees where ranks hang."""
         with path.open("a") as file:
             file.write(f"{stage} {more}\n")
 
-    reached("started")
+    record_stage("started")
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     join(world, timeout_seconds=600)  # longer than doctor waits
-    reached("joined")
+    record_stage("joined")
     values = torch.full((1024,), float(world.rank + 1), device=world.device)
     dist.all_reduce(values)
     expect(values, sum(range(1, world.size + 1)), "all_reduce")
-    reached("summed")
+    record_stage("summed")
     gathered = torch.empty(world.size * 4, device=world.device)
     dist.all_gather_into_tensor(gathered, torch.full((4,), float(world.rank), device=world.device))
     expect(gathered, torch.arange(world.size, device=world.device).repeat_interleave(4), "all_gather")
-    reached("gathered")
+    record_stage("gathered")
     part = torch.empty(4, device=world.device)
     dist.reduce_scatter_tensor(part, torch.ones(world.size * 4, device=world.device))
     expect(part, world.size, "reduce_scatter")
-    reached("scattered")
+    record_stage("scattered")
     check_exchange(world)
-    reached("exchanged")
+    record_stage("exchanged")
     check_messages(world)
-    reached("passed")
-    reached("measured", f"{speed(world.device, world.size):.6g}")
+    record_stage("passed")
+    record_stage("measured", f"{speed(world.device, world.size):.6g}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -86,6 +87,7 @@ def check_messages(world: World) -> None:
 
 
 def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None:
+    """Raise RuntimeError, which names the collective `what`, unless its result is the wanted one."""
     if not bool((found == wanted).all()):
         raise RuntimeError(f"{what} returned {found.tolist()[:8]} instead of {wanted}")
 
@@ -96,15 +98,15 @@ def speed(device: torch.device, size: int) -> float:
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)
     dist.all_reduce(values)
-    settle(device)
+    wait_for_device(device)
     start = time.monotonic()
     for _ in range(ROUNDS):
         dist.all_reduce(values)
-    settle(device)
+    wait_for_device(device)
     return ROUNDS * count * 2 * (size - 1) / size / (time.monotonic() - start)
 
 
-def settle(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

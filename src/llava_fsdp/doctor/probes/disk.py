@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
-from llava_fsdp.runtime.files.durable_files import FILES
-from llava_fsdp.runtime.files.os_errors import FULL, existing, free_inodes, full
+from llava_fsdp.runtime.files.durable_files import LEAST_INODES
+from llava_fsdp.runtime.files.os_errors import FULL, free_inodes, full_disk, nearest_existing
 from llava_fsdp.runtime.text.humanize import readable
 
 MIB = 1 << 20
@@ -46,12 +46,12 @@ def measure(folder: Path, max_bytes: int = MOST) -> Speed:
     no name, so that it cannot be left behind."""
     block = os.urandom(MIB) * (BLOCK // MIB)  # a disk that compresses would seem too fast
     with tempfile.TemporaryFile(dir=folder) as file:
-        handle, written, start = file.fileno(), 0, time.monotonic()
-        while written < max_bytes and time.monotonic() - start < SECONDS:
-            written += os.write(handle, block)
+        handle, written_bytes, start = file.fileno(), 0, time.monotonic()
+        while written_bytes < max_bytes and time.monotonic() - start < SECONDS:
+            written_bytes += os.write(handle, block)
         os.fsync(handle)
-        wrote = time.monotonic() - start
-        return Speed(written / max(wrote, 1e-6), read_speed(handle, written))
+        write_seconds = time.monotonic() - start
+        return Speed(written_bytes / max(write_seconds, 1e-6), read_speed(handle, written_bytes))
 
 
 def read_speed(handle: int, max_bytes: int = MOST) -> float:
@@ -62,15 +62,16 @@ def read_speed(handle: int, max_bytes: int = MOST) -> float:
     os.lseek(handle, 0, os.SEEK_SET)
     count, start = 0, time.monotonic()
     while count < max_bytes and time.monotonic() - start < SECONDS:
-        got = len(os.read(handle, BLOCK))
-        count += got
-        if not got:
+        num_read = len(os.read(handle, BLOCK))
+        count += num_read
+        if not num_read:
             break
     return count / max(time.monotonic() - start, 1e-6)
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """Check that a folder's disk has enough free bytes, and at least `FILES` free inodes, as a checkpoint needs them.
+    """Check that a folder's disk has enough free bytes, and at least `LEAST_INODES` free inodes, as a checkpoint needs
+    them.
 
     Args:
         free: free bytes of the disk.
@@ -81,8 +82,10 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
         yield fail(name, result, cure)
-    elif (inodes := free_inodes(folder)) is not None and inodes < FILES:
-        yield fail(name, f"{result}, but {inodes} inodes (df -i): {FILES} new files must fit", "delete files there")
+    elif (inodes := free_inodes(folder)) is not None and inodes < LEAST_INODES:
+        yield fail(
+            name, f"{result}, but {inodes} inodes (df -i): {LEAST_INODES} new files must fit", "delete files there"
+        )
     else:
         yield ok(name, result)
 
@@ -96,7 +99,7 @@ def judge_speed(
     except OSError as error:
         if error.errno not in FULL:
             raise
-        result = f"not measured: no room for the {readable(MOST)} that this would write ({full(folder)})"
+        result = f"not measured: no room for the {readable(MOST)} that this would write ({full_disk(folder)})"
         yield warn(name, result, "make room there, or give a folder on another disk")
         return
     result = f"writes {readable(speed.write)}/s to the disk, reads {readable(speed.read)}/s"
@@ -110,7 +113,7 @@ def judge_speed(
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
     """Yield a result only if no file can be created in a folder, or in its nearest parent that exists."""
-    present = existing(folder)
+    present = nearest_existing(folder)
     try:
         with tempfile.TemporaryFile(dir=present):
             pass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
-from llava_fsdp.runtime.process.host import text_of
+from llava_fsdp.runtime.process.host import read_kernel_file
 
 CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915
@@ -30,9 +30,9 @@ def read_interfaces() -> list[Interface]:
     """Return this machine's network interfaces, read from /sys/class/net."""
     interfaces, root = [], Path("/sys/class/net")
     for _, name in socket.if_nameindex():
-        speed = text_of(root / name / "speed")
+        speed = read_kernel_file(root / name / "speed")
         megabits = int(speed) if speed and speed.isdecimal() else None
-        up = text_of(root / name / "operstate") in ("up", "unknown")
+        up = read_kernel_file(root / name / "operstate") in ("up", "unknown")
         interfaces.append(Interface(name, address_of(name), up, megabits))
     return interfaces
 
@@ -53,7 +53,7 @@ def read_infiniband() -> dict[str, str]:
         ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     except OSError:
         return {}
-    return {f"{port.parents[1].name}:{port.name}": text_of(port / "state") or "unknown" for port in ports}
+    return {f"{port.parents[1].name}:{port.name}": read_kernel_file(port / "state") or "unknown" for port in ports}
 
 
 def lookup(host: str) -> str | None:

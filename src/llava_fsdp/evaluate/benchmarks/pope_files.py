@@ -30,7 +30,7 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
     categories: dict[str, list[BenchmarkQuestion]] = {}
     for question in questions:
         categories.setdefault(dict(question.groups).get(CATEGORY, ""), []).append(question)
-    labelled: dict[int, BenchmarkQuestion] = {}
+    labelled_questions: dict[int, BenchmarkQuestion] = {}
     for category, members in categories.items():
         named = sorted(path.glob(f"*_{category}.json*")) if category.replace("_", "").isalnum() else []
         if len(named) != 1:
@@ -38,8 +38,8 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
                 f"annotations={path} has {len(named)} files whose names end in _{category}.json; there must be one for "
                 "every category of the questions"
             )
-        labelled |= {q.number: q for q in with_labels(members, named[0])}
-    return [labelled[q.number] for q in questions]
+        labelled_questions |= {q.number: q for q in with_labels(members, named[0])}
+    return [labelled_questions[q.number] for q in questions]
 
 
 def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
@@ -53,11 +53,11 @@ def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[Benchmar
             f"{path} has {len(lines)} labels for {len(questions)} questions, from {questions[0].where} on; they are "
             "paired in their order: take both from the same release"
         )
-    labelled = []
+    labelled_questions = []
     for number, (question, (line, content)) in enumerate(zip(questions, lines, strict=True)):
         label = label_of(question, parse_text(path, number, content, line), name_place(path, number, line))
-        labelled.append(replace(question, references=(label,)))
-    return labelled
+        labelled_questions.append(replace(question, references=(label,)))
+    return labelled_questions
 
 
 def label_of(question: BenchmarkQuestion, raw: Any, where: str) -> str:

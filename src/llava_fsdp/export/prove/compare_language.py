@@ -232,7 +232,7 @@ def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
     with library_errors(f"transformers cannot build a {config.model_type} model"):
         theirs = build(config)
     values = dict(ours.named_parameters(remove_duplicate=False))
-    given = set()
+    copied = set()
     with torch.no_grad():
         for prefix, our_prefix in names_of_parts(theirs).items():
             for name, parameter in theirs.named_parameters(remove_duplicate=False):
@@ -244,8 +244,8 @@ def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
                             "keep: this kind of model is not supported yet"
                         )
                     parameter.copy_(values[mine])
-                    given.add(mine)
-    without = {name for name in values if name.startswith(("language_model.", "lm_head."))} - given
-    if without:
-        raise UnlikeOwnClass(f"transformers' {type(theirs).__name__} has no {min(without)}, which is trained here")
+                    copied.add(mine)
+    not_copied = {name for name in values if name.startswith(("language_model.", "lm_head."))} - copied
+    if not_copied:
+        raise UnlikeOwnClass(f"transformers' {type(theirs).__name__} has no {min(not_copied)}, which is trained here")
     return theirs.eval()

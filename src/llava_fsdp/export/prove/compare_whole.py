@@ -98,29 +98,29 @@ def own_class(config: Any, model: Architecture, ours: Architecture, grids: list[
     Raises:
         UnlikeOwnClass: transformers' class or the small copy has a parameter that the other lacks.
     """
-    language, rows = ours.parts.language, ours.parts.language.vocab_size
+    language, vocab_size = ours.parts.language, ours.parts.language.vocab_size
     small = copy.deepcopy(config)
-    small.text_config = type(language).from_dict({**language.to_dict(), "vocab_size": rows + SPARE})
+    small.text_config = type(language).from_dict({**language.to_dict(), "vocab_size": vocab_size + SPARE})
     small.vision_config = copy.deepcopy(ours.parts.vision)
     small.tie_word_embeddings = bool(language.tie_word_embeddings)
     # the small copy has fewer layers, so its index of the same layer may differ
     if config.vision_feature_layer == model.cfg.select_layer:
         small.vision_feature_layer = ours.cfg.select_layer
-    small.image_token_id = rows
+    small.image_token_id = vocab_size
     if isinstance(small, LlavaNextConfig | LlavaOnevisionConfig):
         small.image_grid_pinpoints = [[height, width] for width, height in grids]
     if isinstance(small, LlavaOnevisionConfig):
-        small.video_token_id, small.vision_aspect_ratio = rows + 1, "anyres_max_1"
+        small.video_token_id, small.vision_aspect_ratio = vocab_size + 1, "anyres_max_1"
     theirs: Any = AutoModelForImageTextToText.from_config(small, dtype=torch.float32, trust_remote_code=False)
     values = dict(ours.named_parameters(remove_duplicate=False))
-    given = {name.removeprefix("model."): p for name, p in theirs.named_parameters(remove_duplicate=False)}
-    differing = (values.keys() ^ given.keys()) - {"image_newline"}
+    their_parameters = {name.removeprefix("model."): p for name, p in theirs.named_parameters(remove_duplicate=False)}
+    differing = (values.keys() ^ their_parameters.keys()) - {"image_newline"}
     if differing:
         raise UnlikeOwnClass(
             f"only one of transformers' {type(theirs).__name__} and this model has {min(differing)}: this kind of "
             "model is not supported yet"
         )
     with torch.no_grad():
-        for name, parameter in given.items():
+        for name, parameter in their_parameters.items():
             parameter[: len(values[name])] = values[name]
     return theirs.eval()

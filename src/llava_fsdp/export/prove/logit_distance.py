@@ -51,7 +51,9 @@ class Distance:
 def bound_of_classes(compute: torch.dtype, has_experts: bool) -> float:
     """Return the largest accepted difference between logits that two classes compute in the dtype `compute` from the
     same weights: relative to the largest logit in fp32, to the mean absolute logit in 16 bits."""
-    return CLOSE if compute == torch.float32 else CLOSE_EXPERTS if has_experts else CLOSE_16_BIT
+    if compute == torch.float32:
+        return CLOSE
+    return CLOSE_EXPERTS if has_experts else CLOSE_16_BIT
 
 
 @torch.no_grad()
@@ -61,17 +63,18 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> Distance:
     actual = actual[:, : expected.shape[1]]
     difference = (actual - expected).abs()
     kl, changed = 0.0, 0
-    for given, wanted in zip(actual.split(TOKENS), expected.split(TOKENS), strict=True):
-        kl += float(kl_div(given.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True))
-        changed += int((given.argmax(-1) != wanted.argmax(-1)).sum())
+    for some_actual, some_expected in zip(actual.split(TOKENS), expected.split(TOKENS), strict=True):
+        log_actual, log_expected = some_actual.log_softmax(-1), some_expected.log_softmax(-1)
+        kl += float(kl_div(log_actual, log_expected, reduction="sum", log_target=True))
+        changed += int((some_actual.argmax(-1) != some_expected.argmax(-1)).sum())
     return Distance(
-        largest=relative(difference.max(), expected.abs().max()),
-        mean=relative(difference.mean(), expected.abs().mean()),
+        largest=ratio(difference.max(), expected.abs().max()),
+        mean=ratio(difference.mean(), expected.abs().mean()),
         kl=max(kl, 0.0) / len(expected),
         changed=changed / len(expected),
     )
 
 
-def relative(difference: torch.Tensor, size: torch.Tensor) -> float:
+def ratio(difference: torch.Tensor, size: torch.Tensor) -> float:
     """Divide one scalar by another; 0 for a difference of 0, even if `size` is 0."""
     return float(difference / size) if difference != 0 else 0.0

@@ -72,11 +72,11 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
         actual = ours(ids, None, {}, nothing, places, return_logits=True)
     del ours
     gc.collect()
-    distant = distance(actual, expected[:, : actual.shape[1]])
-    log().info("logits of what was read differ by %.2g of the largest from transformers'", distant.largest)
-    wrong = distant.exceeds(compute, has_experts(model))
-    if wrong:
-        raise ModelError(f"{folder} was read, but {wrong} from those of transformers' own class")
+    difference = distance(actual, expected[:, : actual.shape[1]])
+    log().info("logits of what was read differ by %.2g of the largest from transformers'", difference.largest)
+    problem = difference.exceeds(compute, has_experts(model))
+    if problem:
+        raise ModelError(f"{folder} was read, but {problem} from those of transformers' own class")
     return True
 
 

@@ -24,7 +24,7 @@ from llava_fsdp.export.prove.verify_logits import (
     relative_difference,
 )
 from llava_fsdp.export.write.adapter_folder import whole_rows
-from llava_fsdp.export.write.chat_template import PROBED
+from llava_fsdp.export.write.chat_template import PROBE_SIZE
 from llava_fsdp.export.write.folded_head import HEAD, with_folded_head
 from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
 from llava_fsdp.export.write.generation_file import write_generation_of_class
@@ -58,7 +58,7 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
     video tokens get the ids after those of the model's vocabulary."""
     first = source.vocabulary
     ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
-    write_hf_config(source, weights.widest, staged, ids, first + len(ids))
+    write_hf_config(source, weights.common_dtype, staged, ids, first + len(ids))
     write_hf_weights(source, weights, staged, first + len(ids))
 
 
@@ -89,7 +89,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
         rows = begin_hf(source, dtype, Path(made))
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
-            check_image_tokens(Path(made), PROBED, len(source.image_tokens.of(PROBED, 1)))
+            check_image_tokens(Path(made), PROBE_SIZE, len(source.image_tokens.of(PROBE_SIZE, 1)))
     try:
         small, weights, inputs, expected = prepare_copy(source)
     except ModelError as error:  # no small copy can be made

@@ -98,6 +98,8 @@ def kind_of_layer(block: nn.Module) -> tuple[Any, ...]:
 
 
 def comparable(value: Any) -> Any:
+    """Return what `kind_of_layer` compares of a setting: the value, or of a number its type and whether it is not 0, or
+    of another object its type."""
     if isinstance(value, bool | str | None):
         return value
     return (type(value), bool(value)) if isinstance(value, int | float) else type(value)
@@ -127,11 +129,11 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
             continue
         if isinstance(value, list) and len(value) == depth:
             value = value[:layers]
-        values[name] = shrunk(name, value, names, vocabulary)
+        values[name] = shrink_value(name, value, names, vocabulary)
     values = {name: value for name, value in values.items() if name not in DERIVED}
     if values.get("per_layer_config"):  # values of single layers, such as Gemma 4's
         values["per_layer_config"] = {
-            number: {name: shrunk(name, value, names, vocabulary) for name, value in layer_values.items()}
+            number: {name: shrink_value(name, value, names, vocabulary) for name, value in layer_values.items()}
             for number, layer_values in values["per_layer_config"].items()
             if int(number) < layers
         }
@@ -146,7 +148,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         return type(config).from_dict(values)
 
 
-def shrunk(name: str, value: Any, maxima: dict[str, int], vocabulary: int) -> Any:
+def shrink_value(name: str, value: Any, maxima: dict[str, int], vocabulary: int) -> Any:
     """Return the value of the key `name` for a small copy: reduced if it is a size (with a maximum in `maxima`) or a
     token id, which must be below the small copy's `vocabulary`; else unchanged."""
     most = maxima.get(name)
@@ -155,7 +157,7 @@ def shrunk(name: str, value: Any, maxima: dict[str, int], vocabulary: int) -> An
     if most is None and name.endswith("_token_id"):
         most = vocabulary - 1
     if isinstance(value, list):
-        return [shrunk(name, item, maxima, vocabulary) for item in value] if most is not None else value
+        return [shrink_value(name, item, maxima, vocabulary) for item in value] if most is not None else value
     return min(value, most) if most is not None and type(value) is int else value
 
 
@@ -219,12 +221,13 @@ def random_values(model: Llava) -> dict[str, Drawn]:
     """Return random values of all parameters, by name, which are generated when they are read. Norms and biases are
     random too, so that an export that swaps two parameters has other logits."""
 
-    # adapters' products become about as large as the weights
-    lora = model.cfg.lora.scaling if model.adapted else 1.0
+    def deviation(name: str, shape: torch.Size) -> float:
+        if model.adapted and name.endswith(LORA_B):  # so that adapters' products are about as large as the weights
+            return scale(shape) / model.cfg.lora.scaling
+        return scale(shape)
+
     return {
-        name: Drawn(
-            name, tuple(p.shape), DrawRule(Rule.NORMAL, scale(p.shape) / (lora if name.endswith(LORA_B) else 1)), seed=0
-        )
+        name: Drawn(name, tuple(p.shape), DrawRule(Rule.NORMAL, deviation(name, p.shape)), seed=0)
         for name, p in model.named_parameters()
     }
 

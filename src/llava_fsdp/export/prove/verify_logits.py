@@ -30,9 +30,9 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens, join_tokens
 from llava_fsdp.export.prove.logit_distance import Distance, distance
-from llava_fsdp.export.write.folded_head import is_rounded
+from llava_fsdp.export.write.folded_head import folding_rounds
 from llava_fsdp.model.adapters.lora import put_adapters
-from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merged
+from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merge_adapters
 from llava_fsdp.model.adapters.lora_names import ENDINGS, is_adapter, without_base
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.build import build_architecture
@@ -52,9 +52,8 @@ from llava_fsdp.runtime.text.log import log
 
 CLOSE_MERGED = 2e-6
 """Largest accepted difference between weights that two programs merged in fp32, relative to the largest weight."""
-TEXT = 24
+TEXT_TOKENS = 24
 """Number of text tokens beside the image in the micro-batch for which logits are compared."""
-
 ROOM = 1.2
 """Free memory that is needed to compute a model's logits, as a multiple of the bytes of its weights."""
 
@@ -91,7 +90,7 @@ class Adapted:
     @property
     def merged(self) -> dict[str, Stored]:
         """Stored values of all parameters after the adapters are merged, by their names in a model without adapters."""
-        return merged(self.sources, self.lora.scaling)
+        return merge_adapters(self.sources, self.lora.scaling)
 
 
 @torch.no_grad()
@@ -152,29 +151,29 @@ def prove(
     source = load_copy(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
     expected = logits(source, micro)
     if folder_format is FolderFormat.projector:
-        written = []
+        all_actual = []
         for file in ("mm_projector.bin", "mm_projector.safetensors"):
             replace_projector(source, folder / file)
-            written.append(logits(source, micro))
+            all_actual.append(logits(source, micro))
     else:
         del source
         gc.collect()
-        written = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
-    rounded = is_rounded(model.parts, dtypes[min(model.with_vocabulary() & dtypes.keys())])
-    for exported in written:
-        distant = distance(exported, expected)
-        wrong = distant.exceeds(torch.bfloat16 if rounded else compute, has_experts(model))
-        if folder_format is not FolderFormat.hf and not distant.largest == 0:
-            wrong = f"its logits differ by {distant.largest:.3g} of the largest, and must be equal"
-        log().info("logits after reloading differ by %.2g of the largest logit, %s", distant.largest, distant)
-        if wrong:
-            raise ModelError(f"{folder} was written, but {wrong} from the source's")
+        all_actual = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
+    head_is_rounded = folding_rounds(model.parts, dtypes[min(model.with_vocabulary() & dtypes.keys())])
+    for actual in all_actual:
+        difference = distance(actual, expected)
+        error = difference.exceeds(torch.bfloat16 if head_is_rounded else compute, has_experts(model))
+        if folder_format is not FolderFormat.hf and not difference.largest == 0:
+            error = f"its logits differ by {difference.largest:.3g} of the largest, and must be equal"
+        log().info("logits after reloading differ by %.2g of the largest logit, %s", difference.largest, difference)
+        if error:
+            raise ModelError(f"{folder} was written, but {error} from the source's")
     if any(source.dtype.itemsize > dtypes[name].itemsize for name, source in sources.items()):
-        del written
+        del all_actual
         gc.collect()
         exact = logits(load_copy(model, sources, compute), micro)
         log().info("rounding to the dtype of the export moves the logits by %s", distance(expected, exact))
-    return distant
+    return difference
 
 
 def has_experts(model: Architecture) -> bool:
@@ -183,6 +182,7 @@ def has_experts(model: Architecture) -> bool:
 
 
 def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest absolute difference between two tensors, relative to the largest expected absolute value."""
     return float((written - expected).abs().max() / expected.abs().max())
 
 
@@ -230,11 +230,11 @@ def random_micro_batch(model: Architecture, rule: ImageTokens, tokens: np.ndarra
     dice, tile = torch.Generator().manual_seed(0), model.parts.image_size
     rows, weights = (torch.from_numpy(a) for a in join_tokens([(tokens, tiles * rule.features)]))
     # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
-    ids = torch.randint(model.parts.language.vocab_size // 2, (2, len(rows) + TEXT), generator=dice)
+    ids = torch.randint(model.parts.language.vocab_size // 2, (2, len(rows) + TEXT_TOKENS), generator=dice)
     return MicroBatch(
         input_ids=ids,
         images={
-            "positions": torch.arange(TEXT // 2, TEXT // 2 + len(rows)),
+            "positions": torch.arange(TEXT_TOKENS // 2, TEXT_TOKENS // 2 + len(rows)),
             "rows": rows,
             "weights": weights,
             "tiles": torch.randn((tiles, 3, tile, tile), generator=dice),

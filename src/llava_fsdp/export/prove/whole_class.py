@@ -18,7 +18,7 @@ from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
-WRITTEN = 2
+GENERATED_TOKENS = 2
 """Number of tokens that an export generates to show that it can."""
 
 
@@ -41,7 +41,7 @@ def prove_class(folder: Path, weights: Mapping[str, Stored]) -> None:
     dtype = reduce(torch.promote_types, [stored.dtype for stored in weights.values()])
     model = open_export(folder, dtype)
     check_loaded(model, weights, folder)
-    check_generates(model, torch.arange(1, 1 + WRITTEN)[None], {}, folder)
+    check_generates(model, torch.arange(1, 1 + GENERATED_TOKENS)[None], {}, folder)
     log().info("transformers' %s loads %d weights, equal to the bit, and generates", type(model).__name__, len(weights))
 
 
@@ -62,7 +62,7 @@ def logits_of_export(
     model = open_export(folder, dtype)
     check_loaded(model, weights, folder)
     model = model.to(micro.input_ids.device)
-    inputs = known(model, micro.images)
+    inputs = accepted_inputs(model, micro.images)
     row = row_with_images(model, micro)
     length = int(micro.sample_lengths[row])
     # inputs of the shape of the token ids have a value for each token; others belong to the images
@@ -92,13 +92,17 @@ def check_generates(model: Any, ids: torch.Tensor, inputs: Mapping[str, torch.Te
         inputs: what the class needs besides, such as the pixels of all images of the prompt.
     """
     model.generation_config = GenerationConfig()  # the folder's may draw tokens, or search for an answer
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, **inputs}
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, **inputs}
     with library_errors(f"{folder} was written, but transformers cannot generate with it"), torch.no_grad():
-        made = model.generate(**given, max_new_tokens=WRITTEN)[0]
-        first = int(made[-WRITTEN])
-        stopped = model.generate(**given, max_new_tokens=WRITTEN, eos_token_id=first, pad_token_id=first)[0]
-    if not torch.equal(made[:-WRITTEN], ids[0]) or not torch.equal(stopped, made[: ids.shape[1] + 1]):
-        raise ModelError(f"{folder} was written, but transformers generates {made.tolist()} and {stopped.tolist()}")
+        generated = model.generate(**arguments, max_new_tokens=GENERATED_TOKENS)[0]
+        first = int(generated[-GENERATED_TOKENS])
+        ends = {"eos_token_id": first, "pad_token_id": first}
+        stopped = model.generate(**arguments, max_new_tokens=GENERATED_TOKENS, **ends)[0]
+    keeps_prompt = torch.equal(generated[:-GENERATED_TOKENS], ids[0])
+    if not keeps_prompt or not torch.equal(stopped, generated[: ids.shape[1] + 1]):
+        raise ModelError(
+            f"{folder} was written, but transformers generates {generated.tolist()} and {stopped.tolist()}"
+        )
 
 
 def row_with_images(model: Any, micro: MicroBatch) -> int:
@@ -107,7 +111,7 @@ def row_with_images(model: Any, micro: MicroBatch) -> int:
     return 0 if token is None else int((micro.input_ids == token).sum(1).argmax())
 
 
-def known(model: Any, images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def accepted_inputs(model: Any, images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the inputs that the class of a model takes, with floats in its dtype. The class numbers the positions of
     the tokens itself."""
     names = inspect.signature(model.forward).parameters.keys() - {"position_ids"}

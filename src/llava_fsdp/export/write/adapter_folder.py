@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
-from llava_fsdp.checkpoint.state_json import jsonable
+from llava_fsdp.checkpoint.state_json import without_enums
 from llava_fsdp.config import KeptDType, LoraConfig, ModelConfig
 from llava_fsdp.export.write.formats import (
     SourceModel,
@@ -85,6 +85,7 @@ class Base:
 
     @property
     def name(self) -> str:
+        """The base model as the configuration names it: a folder, or a name on the Hugging Face hub."""
         return self.model.checkpoint or self.model.language
 
 
@@ -128,8 +129,8 @@ class AdapterWriter:
         self.write_others(folder, {n: t for n, t in tensors.items() if self.is_apart(n)})
         notes = {
             "dtype": KeptDType.keep.value,
-            "lora": jsonable(asdict(self.lora)),
-            "model": jsonable(asdict(self.base.model)),
+            "lora": without_enums(asdict(self.lora)),
+            "model": without_enums(asdict(self.base.model)),
             "seed": self.base.seed,
             "base": self.base.fingerprint,
             BASE_CONFIG: base_config(self.source.model.parts),
@@ -194,6 +195,7 @@ class AdapterWriter:
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
+        """Return about how many bytes a folder with these tensors takes."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if self.is_apart(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small_files.values())
@@ -216,17 +218,17 @@ def small_files(source: SourceModel | WholeSource, dtype: torch.dtype) -> dict[s
     the reason is logged. The configuration says that weights have the dtype `dtype`."""
     if isinstance(source, WholeSource):
         return {}
-    steps = {"config.json": lambda made: write_configs(source, dtype, made)}
-    steps["generation_config.json"] = lambda made: write_generation_of_original(source, made)
-    steps["tokenizer"] = lambda made: copy_or_convert_tokenizer(source, made)
-    with tempfile.TemporaryDirectory() as made:
+    steps = {"config.json": lambda folder: write_configs(source, dtype, folder)}
+    steps["generation_config.json"] = lambda folder: write_generation_of_original(source, folder)
+    steps["tokenizer"] = lambda folder: copy_or_convert_tokenizer(source, folder)
+    with tempfile.TemporaryDirectory() as folder:
         for what, step in steps.items():
             try:
-                step(Path(made))
+                step(Path(folder))
             except (ConfigError, ModelError) as error:
                 log().info("adapter folders get no %s for the original LLaVA: %s", what, error)
-        files = sorted(path for path in Path(made).rglob("*") if path.is_file())
-        return {path.relative_to(made).as_posix(): path.read_bytes() for path in files}
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
@@ -262,8 +264,8 @@ def check_base(model: Architecture, cfg: ModelConfig, digests: Mapping[str, str]
     where, key = cfg.checkpoint or cfg.language, "model.checkpoint or model.language"
     check_named_base(adapter, model.parts, where, key)
     names = {without_base(name) for name in adapter.tensors}
-    base = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - names
-    if base <= {without_base(name) for name in digests}:
+    frozen = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - names
+    if frozen <= {without_base(name) for name in digests}:
         check_fingerprint(adapter, base_fingerprint(digests, adapter.tensors), where, key)
 
 

@@ -58,11 +58,11 @@ VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<video>\n<video>", "two", "text", "c", "x <video>y <image> z", "d"),
 )
 """Test conversations for `rehearse` that contain videos, for chat templates that accept them."""
-PROBED = (31, 50)
+PROBE_SIZE = (31, 50)
 """Width and height in pixels of the images with which an export's processor is tried."""
 SYSTEM_PROBE = " be  kind\n"
 """System message of the test conversations that `rehearse` compares."""
-SEEN: tuple[tuple[tuple[str, ...], str | None], ...] = (
+IMAGE_PROBES: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (PROBES[0], None),
     (PROBES[1], SYSTEM_PROBE),
     (PROBES[2], None),
@@ -122,7 +122,8 @@ def quoted(text: str) -> str:
     return f'"{escaped}"'.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
-def refuse(why: str) -> str:
+def raise_line(why: str) -> str:
+    """Return Jinja code that raises an exception with the message `why`."""
     return f"{{{{- raise_exception({quoted(why)}) -}}}}"
 
 
@@ -145,9 +146,9 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
             "{%- for message in messages -%}",
             *content_of(video),
             "{%- if message['role'] == 'user' -%}",
-            "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
+            "{%- if chat.asked -%}" + raise_line("user and assistant take turns") + "{%- endif -%}",
             *tags_of(video),
-            *question(template, start_end),
+            *question_lines(template, start_end),
             "{%- if chat.begun -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.next_question)} -%}}",
             "{%- else -%}",
@@ -170,11 +171,11 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
             f"{{%- if loop.last -%}}{{%- set chat.text = chat.text ~ {quoted(pattern.end)} -%}}{{%- endif -%}}",
             "{%- set chat.asked = false -%}",
             "{%- else -%}",
-            UNASKED + refuse("user and assistant take turns") + "{%- endif -%}",
+            UNASKED + raise_line("user and assistant take turns") + "{%- endif -%}",
             "{%- endif -%}",
             "{%- endfor -%}",
             *(["{{- bos_token -}}"] if adds_bos else []),
-            *stretches("chat.text", gap),
+            *stretch_lines("chat.text", gap),
         ]
     )
 
@@ -186,7 +187,7 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, vid
     takes_parts = template.images is not None
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     content = "said.parts" if takes_parts else text
-    asked = parts_lines(video) if takes_parts else (*tags_of(video), *question(template, start_end))
+    asked = parts_lines(video) if takes_parts else (*tags_of(video), *question_lines(template, start_end))
     return "\n".join(
         [
             "{%- set chat = namespace(messages=[], begun=false, asked=false, tags=[]) -%}",
@@ -194,13 +195,13 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, vid
             *content_of(video),
             *(["{%- set said.parts = " + text + " -%}"] if takes_parts else []),
             "{%- if message['role'] == 'user' -%}",
-            "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
+            "{%- if chat.asked -%}" + raise_line("user and assistant take turns") + "{%- endif -%}",
             *asked,
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
             *checks_of(video),
             "{%- elif not chat.asked -%}",
-            UNASKED + refuse("user and assistant take turns") + "{%- endif -%}",
+            UNASKED + raise_line("user and assistant take turns") + "{%- endif -%}",
             "{%- else -%}",
             "{%- set chat.asked = false -%}",
             "{%- endif -%}",
@@ -210,13 +211,13 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, vid
             "{%- endfor -%}",
             "{%- set messages = chat.messages -%}",
             "{%- set text %}" + (BEGIN_PARTS if takes_parts else BEGIN) + template.code + END,
-            *(begun(gap) if template.adds_bos else ()),
-            *(written_images(template, start_end) if takes_parts else stretches("text", GapRule(False))),
+            *(bos_lines(gap) if template.adds_bos else ()),
+            *(image_lines(template, start_end) if takes_parts else stretch_lines("text", GapRule(False))),
         ]
     )
 
 
-def begun(gap: GapRule) -> tuple[str, ...]:
+def bos_lines(gap: GapRule) -> tuple[str, ...]:
     """Return lines of Jinja code that output the BOS token with which the variable `text` begins, and take it off."""
     return (
         "{{- bos_token -}}",
@@ -225,7 +226,7 @@ def begun(gap: GapRule) -> tuple[str, ...]:
     )
 
 
-def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
+def image_lines(template: ChatTemplate, start_end: bool) -> list[str]:
     """Return lines of Jinja code that output a conversation with the image token of the export in the place of the text
     that the model's own template writes for an image. The template must get images as parts of messages."""
     assert template.images is not None
@@ -234,7 +235,7 @@ def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
     return [f"{{{{- text{code} -}}}}"]
 
 
-def stretches(text: str, gap: GapRule) -> list[str]:
+def stretch_lines(text: str, gap: GapRule) -> list[str]:
     """Return lines of Jinja code that output the conversation in the Jinja variable `text`, split at its `<image>`
     tags. The Jinja list `chat.tags` has the tag to output for each of them."""
     return [
@@ -314,11 +315,11 @@ def parts_lines(video: bool) -> list[str]:
 
 CHECKS = (
     "{%- elif '<image>' in said.text -%}",
-    refuse("images belong to messages of the user"),
+    raise_line("images belong to messages of the user"),
     "{%- elif message['role'] == 'system' -%}"
-    "{%- if not loop.first -%}" + refuse("a system message comes first") + "{%- endif -%}",
+    "{%- if not loop.first -%}" + raise_line("a system message comes first") + "{%- endif -%}",
     "{%- elif message['role'] != 'assistant' -%}",
-    refuse("roles are system, user and assistant"),
+    raise_line("roles are system, user and assistant"),
 )
 """Jinja code that refuses messages which training refuses. It follows the branch `if message['role'] == 'user'`."""
 VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
@@ -329,18 +330,21 @@ conversation."""
 
 
 def tags_of(video: bool) -> tuple[str, ...]:
+    """Return the lines of TAGS, with those for `<video>` tags if `video`."""
     return (*TAGS[:-2], VIDEO_TAGS, *TAGS[-2:], VIDEO_AS_IMAGE) if video else TAGS
 
 
 def content_of(video: bool) -> tuple[str, ...]:
+    """Return the lines of CONTENT, with that for parts of type `video` if `video`."""
     return (*CONTENT[:6], VIDEO_PART, *CONTENT[6:]) if video else CONTENT
 
 
 def checks_of(video: bool) -> tuple[str, ...]:
+    """Return the lines of CHECKS, with the first one for videos too if `video`."""
     return (VIDEO_CHECK, *CHECKS[1:]) if video else CHECKS
 
 
-def question(template: Template | ChatTemplate, start_end: bool) -> list[str]:
+def question_lines(template: Template | ChatTemplate, start_end: bool) -> list[str]:
     """Return lines of Jinja code that rewrite a user's message, in the variable `said.text`, as training does: a single
     `<image>` tag is moved to its front. `start_end`: each image is between `<im_start>` and `<im_end>`."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(template, start_end))
@@ -371,21 +375,24 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
     video_id = theirs.convert_tokens_to_ids(VIDEO_TAG) if VIDEO_PART in theirs.chat_template else None
     for texts, system in itertools.product(PROBES if video_id is None else PROBES + VIDEO_PROBES, (None, SYSTEM_PROBE)):
         try:
-            conversation, prompted = trained_ids(encoder, texts, image_id, system, video_id)
+            conversation_ids, prompt_ids = ids_of_training(encoder, texts, image_id, system, video_id)
         except DataError:  # the model's own template takes no system turn, or no empty one
             continue
         for messages in (as_text(texts, system), as_parts(texts, system, joins_lines(template))):
-            for given, asks, trained in ((messages, False, conversation), (messages[:-1], True, prompted)):
+            for messages_here, is_prompt, expected in (
+                (messages, False, conversation_ids),
+                (messages[:-1], True, prompt_ids),
+            ):
                 try:
-                    ids = templated(theirs, given, asks)
+                    ids = template_ids(theirs, messages_here, is_prompt)
                 except TemplateRefused as error:
-                    return f"for {given!r} the template {error}"
-                if ids != trained:
-                    return f"for {given!r} transformers makes {ids}, and training makes {trained}"
+                    return f"for {messages_here!r} the template {error}"
+                if ids != expected:
+                    return f"for {messages_here!r} transformers makes {ids}, and training makes {expected}"
     return None
 
 
-def rendered(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+def render_messages(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
     """Return the text that the chat template of transformers' tokenizer makes of a conversation. The template, of which
     a part may come from a model of unknown origin, is rendered by transformers in a process with limits.
     `add_generation_prompt` adds the beginning of an answer. Raises TemplateRefused if the template fails or breaks a
@@ -394,9 +401,10 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prom
     return render(tokenizer.get_chat_template(), messages, variables)[0]
 
 
-def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation, with limits as `rendered`."""
-    text = rendered(tokenizer, messages, add_generation_prompt)
+def template_ids(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation, with limits as
+    `render_messages`."""
+    text = render_messages(tokenizer, messages, add_generation_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -408,28 +416,31 @@ def rehearse_images(
     `folder` has all files of the processor. `tokens` computes which tokens training gives an image."""
     processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
-    image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBED)
-    for texts, system in SEEN:
+    image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBE_SIZE)
+    for texts, system in IMAGE_PROBES:
         try:
-            conversation, prompted = trained_ids(encoder, texts, image_id, system)
+            conversation_ids, prompt_ids = ids_of_training(encoder, texts, image_id, system)
         except DataError:  # the model's own template takes no system turn
             continue
         messages = as_parts(texts, system, joins_lines(template))
         count = sum(text.count(IMAGE_TAG) for text in texts)
-        length = len(tokens.of(PROBED, count)) if count else 0
-        for given, is_prompt, trained in ((messages, False, conversation), (messages[:-1], True, prompted)):
-            images = [image for message in given for part in message["content"] if part["type"] == "image"]
+        length = len(tokens.of(PROBE_SIZE, count)) if count else 0
+        for messages_here, is_prompt, expected in (
+            (messages, False, conversation_ids),
+            (messages[:-1], True, prompt_ids),
+        ):
+            images = [image for message in messages_here for part in message["content"] if part["type"] == "image"]
             try:
-                text = rendered(processor.tokenizer, given, is_prompt)
+                text = render_messages(processor.tokenizer, messages_here, is_prompt)
             except TemplateRefused as error:
-                return f"for {given!r} the template {error}"
+                return f"for {messages_here!r} the template {error}"
             ids = processor(text=text, images=images or None, add_special_tokens=False)["input_ids"][0]
-            if ids != [same for one in trained for same in [one] * (length if one == image_id else 1)]:
-                return f"for {given!r} transformers' processor makes {ids}, and training makes {trained}"
+            if ids != [copy for one in expected for copy in [one] * (length if one == image_id else 1)]:
+                return f"for {messages_here!r} transformers' processor makes {ids}, and training makes {expected}"
     return None
 
 
-def trained_ids(
+def ids_of_training(
     encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None, video_id: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
@@ -461,12 +472,12 @@ def trained_ids(
     ids_of_both = []
     for segments, lengths_here in ((conversation, lengths), (asked, [1] * len(tags))):
         ids = encode_prompt(segments, tokenizer, lengths_here, encoder.special_tokens, form.adds_bos)
-        shown = [
+        media_ids = [
             video_id if tags[n] == VIDEO else image_id
             for n in image_order(segments, len(tags))
             for _ in range(lengths_here[n])
         ]
-        ids[ids == IMAGE_ID] = shown[: int((ids == IMAGE_ID).sum())]
+        ids[ids == IMAGE_ID] = media_ids[: int((ids == IMAGE_ID).sum())]
         ids_of_both.append(ids.tolist())
     return ids_of_both[0], ids_of_both[1]
 

@@ -19,7 +19,7 @@ from llava_fsdp.model.parts import Parts
 HEAD = "lm_head.weight"
 
 
-def folded_fields(parts: Parts) -> dict[str, Any]:
+def fields_of_folded_head(parts: Parts) -> dict[str, Any]:
     """Return values for the language model's configuration in an export whose output layer contains the factor of the
     logits: no key changes logits, and the output layer has a weight of its own. Empty if the logits have no factor."""
     if parts.logit_change.changes_nothing:
@@ -37,7 +37,7 @@ def with_folded_head(weights: Weights, model: Architecture) -> Weights:
     """Return the weights of a model to export, with the factor of the logits in the weight of the output layer.
 
     The weight is first rounded to the dtype of the export, as it is without a factor. Multiplying by a power of two
-    changes no digit of it; after another factor it is rounded again (`is_rounded`).
+    changes no digit of it; after another factor it is rounded again (`folding_rounds`).
     """
     factor = factor_to_fold(model.parts)
     if factor == 1.0:
@@ -56,7 +56,7 @@ def with_folded_head(weights: Weights, model: Architecture) -> Weights:
     return replace(weights, shapes=shapes, dtypes={**weights.dtypes, HEAD: dtype}, read=read)
 
 
-def is_rounded(parts: Parts, dtype: torch.dtype) -> bool:
+def folding_rounds(parts: Parts, dtype: torch.dtype) -> bool:
     """Return whether the weight of the output layer, in this dtype, is rounded when the factor of the logits is
     multiplied into it, so that the export's logits differ in their last digits."""
     factor = abs(factor_to_fold(parts))

@@ -33,7 +33,7 @@ from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.detokenize import eos_ids
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
-from llava_fsdp.export.write.folded_head import folded_fields, with_folded_head
+from llava_fsdp.export.write.folded_head import fields_of_folded_head, with_folded_head
 from llava_fsdp.export.write.generation_file import find_ends, generation_fields, write_generation
 from llava_fsdp.export.write.older_transformers import with_older_fields
 from llava_fsdp.export.write.processor import (
@@ -48,7 +48,7 @@ from llava_fsdp.export.write.processor import (
     write_tokenizer,
 )
 from llava_fsdp.export.write.remarks import remarks_on, write_remarks
-from llava_fsdp.export.write.weights_writer import Weights, renamed, with_buffers, write_projector, write_shards
+from llava_fsdp.export.write.weights_writer import Weights, plan_renamed, with_buffers, write_projector, write_shards
 from llava_fsdp.export.write.whole_folder import WholeSource, whole_source_of_run, write_whole_folder
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
@@ -76,7 +76,7 @@ from llava_fsdp.model.whole.whole import Whole
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import read_notes, seal
+from llava_fsdp.runtime.files.provenance import read_notes, write_sealed_notes
 from llava_fsdp.runtime.text.log import log
 
 KEPT_FILES = ("config.json", "generation_config.json")
@@ -202,14 +202,14 @@ def write_folder(
     rename = partial(original_name, projector_type=source.model.cfg.projector_type)
     on_first_rank(lambda: make_empty(staged), failing)
     if folder_format is FolderFormat.hf:
-        rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
+        rows = on_first_rank(lambda: begin_hf(source, weights.common_dtype, staged), failing)
         write_hf_weights(source, weights, staged, rows)
     elif folder_format is FolderFormat.llava:
         check_original(source.model)
-        on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
+        on_first_rank(lambda: write_configs(source, weights.common_dtype, staged), failing)
         on_first_rank(lambda: write_generation_of_original(source, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
-        plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
+        plan, rows = partial(plan_renamed, weights.shapes, rename), source.vocabulary
         write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
     else:
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
@@ -221,7 +221,7 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str
     """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, further settings
     (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
     if isinstance(source, WholeSource):  # its own files say how images and texts are prepared
-        return seal(staged, {**source.settings, **notes})
+        return write_sealed_notes(staged, {**source.settings, **notes})
     notes = {
         **source.history,
         **notes,
@@ -240,7 +240,7 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str
             {} if source.sampling is None else {f"video_{key}": value for key, value in asdict(source.sampling).items()}
         ),
     }
-    seal(staged, notes)
+    write_sealed_notes(staged, notes)
 
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
@@ -284,7 +284,7 @@ def write_hf_config(
 
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
     """Write the weights of a model folder for transformers. Collective; the first rank writes."""
-    plan = partial(plan_save, hf_config(source, weights.widest, rows))
+    plan = partial(plan_save, hf_config(source, weights.common_dtype, rows))
     weights = with_buffers(with_folded_head(weights, source.model), source.model)
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
@@ -295,7 +295,7 @@ def hf_config(
     """Return transformers' configuration of a model to export, whose embeddings have `rows` rows, without the ids of
     its image and padding tokens."""
     model, parts = source.model, source.model.parts
-    text = {**parts.language.to_dict(), **folded_fields(parts), "vocab_size": rows, "use_cache": True}
+    text = {**parts.language.to_dict(), **fields_of_folded_head(parts), "vocab_size": rows, "use_cache": True}
     fields: dict[str, Any] = {
         "vision_config": copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
         "text_config": type(parts.language).from_dict(text),

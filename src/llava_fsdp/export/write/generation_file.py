@@ -99,7 +99,7 @@ def ends_of_generate(folder: Path) -> set[int]:
     return {*found} if isinstance(found, list) else {found} - {None}
 
 
-def unnamed_ends(folder: Path, language: Any) -> str | None:
+def warning_of_unnamed_ends(folder: Path, language: Any) -> str | None:
     """Return a warning if transformers' `generate` goes on after a token that ends an answer of a whole model in
     `chat`; else None. `language`: configuration of the language model."""
     ends = ends_of_class(folder, language)
@@ -160,20 +160,21 @@ def check_ends(folder: Path, ends: Collection[int], rows: int) -> None:
         model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=rows, **sizes)).eval()
         model.generation_config = config
         pad = config.pad_token_id
-        other = next(number for number in range(rows) if number not in (*ends, pad))
+        ends_nothing = next(number for number in range(rows) if number not in (*ends, pad))
         named = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         if {*named} - {None} != {*ends}:
             raise ModelError(f"{folder / FILE} names {named} as the ends of an answer, which are {sorted(ends)}")
         possible = [number for number in sorted(ends) if number < rows]
         for begin in range(0, len(possible) + 1, GROUP):
             group = possible[begin : begin + GROUP]
-            answers = torch.full((len(group) + 1, LONGEST), other)  # nothing ends the last one
+            answers = torch.full((len(group) + 1, LONGEST), ends_nothing)  # no token ends the last answer
             for row, end in enumerate(group):
                 answers[row, row % (LONGEST - 1)] = end
             expected = answers.clone()
             for row in range(len(group)):
                 expected[row, row % (LONGEST - 1) + 1 :] = pad
-            start, forced = torch.full((len(group) + 1, 1), other), LogitsProcessorList([Prescribed(answers)])
+            start = torch.full((len(group) + 1, 1), ends_nothing)
+            forced = LogitsProcessorList([Prescribed(answers)])
             # without a mask, transformers warns if a model pads with the token that ends an answer
             mask = torch.ones_like(start)
             written = model.generate(start, attention_mask=mask, logits_processor=forced, max_new_tokens=LONGEST)

@@ -41,7 +41,7 @@ class Weights:
     """Runs an action on rank 0, and raises its error on every rank. With one rank, it just calls the action."""
 
     @property
-    def widest(self) -> torch.dtype:
+    def common_dtype(self) -> torch.dtype:
         """The narrowest dtype to which all weights of the model can be converted without loss."""
         return reduce(torch.promote_types, self.dtypes.values())
 
@@ -93,10 +93,10 @@ def write_shards(
         converted = {}
         for name, dtype in group.outputs.items():
             converted[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
-        written, given = (sum(t.numel() for t in each.values()) for each in (converted, held))
-        if written != given:  # the conversion only moves values, so each must be written once
+        num_written, num_held = (sum(t.numel() for t in tensors.values()) for tensors in (converted, held))
+        if num_written != num_held:  # the conversion only moves values, so each must be written once
             raise ModelError(
-                f"{', '.join(group.parameters)} have {given} values, and transformers' model takes {written}"
+                f"{', '.join(group.parameters)} have {num_held} values, and transformers' model takes {num_written}"
             )
         return converted
 
@@ -110,31 +110,31 @@ def write_shards(
             "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         )
         tensors: dict[str, torch.Tensor] = {}
-        failed: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
+        errors: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
         for group in file:
             next(names)  # shows progress
             gathered = {name: weights.read(name) for name in group.parameters}
-            if weights.is_first_rank and not failed:
+            if weights.is_first_rank and not errors:
                 try:
                     for name, tensor in gathered.items():
                         held[name] = with_rows(tensor, trained, rows) if name in vocabulary else tensor
                     tensors |= convert(group)
                 except Exception as error:
-                    failed.append(error)
+                    errors.append(error)
             held.clear()
         index |= dict.fromkeys(tensors, path.name)
         total += sum(t.nbytes for t in tensors.values())
-        weights.on_first_rank(partial(save, tensors, path, failed), f"cannot write {path}")
+        weights.on_first_rank(partial(save, tensors, path, errors), f"cannot write {path}")
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         index_file = staged / "model.safetensors.index.json"
         weights.on_first_rank(lambda: index_file.write_text(text), "cannot write the index of shards")
 
 
-def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) -> None:
+def save(tensors: dict[str, torch.Tensor], path: Path, errors: list[Exception]) -> None:
     """Write tensors into a safetensors file; or, if earlier steps of an export failed, raise the first exception."""
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -166,17 +166,19 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Te
             group.nbytes += other.nbytes
         groups |= dict.fromkeys(group.parameters, group)
     files: list[list[TensorGroup]] = [[]]
-    filled = 0
+    file_bytes = 0
     for group in {id(group): group for group in groups.values()}.values():
-        if files[-1] and filled + group.nbytes > SHARD_BYTES:
+        if files[-1] and file_bytes + group.nbytes > SHARD_BYTES:
             files.append([])
-            filled = 0
+            file_bytes = 0
         files[-1].append(group)
-        filled += group.nbytes
+        file_bytes += group.nbytes
     return files
 
 
-def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart) -> dict[str, LazyTensor]:
+def plan_renamed(
+    shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart
+) -> dict[str, LazyTensor]:
     """Return the tensors for `write_shards` if each parameter is written as one tensor under another name. `shapes` has
     llava_fsdp's names of the parameters."""
     return {

@@ -39,7 +39,7 @@ from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import NOTES, seal
+from llava_fsdp.runtime.files.provenance import NOTES, write_sealed_notes
 
 WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data",
@@ -130,7 +130,7 @@ def write_whole_folder(
     on_first_rank(begin, failing)
     loaded, complete = plan_folder(source, weights)
     write_shards(complete, staged, partial(plan_complete, loaded, complete), vocabulary=(), trained=0, rows=0)
-    on_first_rank(lambda: seal(staged, {**source.settings, **notes}), failing)
+    on_first_rank(lambda: write_sealed_notes(staged, {**source.settings, **notes}), failing)
 
 
 def check_plan(source: WholeSource) -> None:

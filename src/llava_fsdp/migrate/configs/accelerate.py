@@ -60,6 +60,7 @@ def as_flag(flag: str, key: str) -> Rule:
 
 
 def read_file(context: RuleContext, value: object) -> Translation:
+    """Rule for a key that names another file of settings: Accelerate's own, or DeepSpeed's."""
     found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
     return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 
@@ -119,6 +120,8 @@ ACCELERATE: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
+    """Return the rule for a key of Accelerate's file, or for a flag of its launcher; None if it is unknown. A key may
+    be inside one of the file's blocks."""
     name = key
     for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name

@@ -47,14 +47,14 @@ LOSS_SCALE = {
 }
 
 
-def compared(value: object, theirs: object, text: str, name: str) -> Translation:
-    """Return what a key becomes if the training script also sets it (`theirs`, named `name`). The value `auto` stands
-    for the script's value. Any other value must equal the script's, or else transformers refuses to start the original
-    training (integrations/deepspeed.py)."""
+def compare_with_flag(value: object, flag_value: object, text: str, flag_name: str) -> Translation:
+    """Return what a key becomes if the training script also sets it (`flag_value`, named `flag_name`). The value `auto`
+    stands for the script's value. Any other value must equal the script's, or else transformers refuses to start the
+    original training (integrations/deepspeed.py)."""
     if value == AUTO:
-        return mapped(text, theirs)
+        return mapped(text, flag_value)
     given = [plain(v) for v in value] if isinstance(value, list) else plain(value)
-    return mapped(text) if given == theirs else refused(f"{name} is {theirs}")
+    return mapped(text) if given == flag_value else refused(f"{flag_name} is {flag_value}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FromFlag:
     note: str = ""
 
     def __call__(self, context: RuleContext, value: object) -> Translation:
-        return compared(
+        return compare_with_flag(
             value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
         )
 
@@ -104,7 +104,9 @@ class Switched:
 
 def train_batch_size(context: RuleContext, value: object) -> Translation:
     text = context.tell("global_batch_size")
-    return compared(value, context.run.batch, text, "micro-batch x accumulation x GPUs with samples of their own")
+    return compare_with_flag(
+        value, context.run.batch, text, "micro-batch x accumulation x GPUs with samples of their own"
+    )
 
 
 def optimizer_type(context: RuleContext, value: object) -> Translation:
@@ -118,7 +120,7 @@ def optimizer_type(context: RuleContext, value: object) -> Translation:
 def betas(context: RuleContext, value: object) -> Translation:
     theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
     text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
-    return compared(value, theirs, text, "--adam_beta1, --adam_beta2")
+    return compare_with_flag(value, theirs, text, "--adam_beta1, --adam_beta2")
 
 
 def adam_w_mode(context: RuleContext, value: object) -> Translation:
@@ -143,7 +145,7 @@ def half_enabled(context: RuleContext, value: object) -> Translation:
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = context.run.is_half(name)
     is_on = theirs if value == AUTO else plain(value) is True
-    found = compared(value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
+    found = compare_with_flag(value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 

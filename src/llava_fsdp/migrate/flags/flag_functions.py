@@ -76,12 +76,14 @@ def bits(context: RuleContext, value: object) -> Translation:
     """Rule for --bits, the number of bits of the language model's weights."""
     if value == 16:
         return implied("weights are not quantized")
-    if context.run.bits is None:
+    if context.run.bits is None:  # neither 4 nor 8, and not 16
         return unsupported(f"weights are quantized to 4 or 8 bits, not to {value}")
-    if "model.quantize.mode" not in context.decided:
+    if "model.quantize.mode" not in context.decided:  # the command sets it only with adapters: bits are not trained
         return unsupported(f"without adapters {value}-bit weights cannot be trained, in the original or here")
     text = f"{context.tell('model.quantize.mode')}: in the language model's blocks, lm_head stays as it is"
-    return mapped(f"{text}; inputs of products are not quantized" if value == 8 else text)
+    if value == 8:  # the original's Linear8bitLt also quantizes what it multiplies with its weight
+        text += "; inputs of products are not quantized"
+    return mapped(text)
 
 
 def lora_enable(context: RuleContext, value: object) -> Translation:

@@ -27,14 +27,16 @@ def read_flags(launch: TrainingCommand, table: Mapping[str, Flag]) -> tuple[dict
             elif flags[current] is True:
                 flags[current] = word
             else:
-                before = flags[current]
-                flags[current] = [*before, word] if isinstance(before, list) else [str(before), word]
+                earlier_values = flags[current]
+                flags[current] = (
+                    [*earlier_values, word] if isinstance(earlier_values, list) else [str(earlier_values), word]
+                )
             continue
-        given, equals, value = word[2:].partition("=")
-        current = canonical(given, table) or given
+        given_name, equals, value = word[2:].partition("=")
+        current = canonical(given_name, table) or given_name
         if current in flags:
             notes.append(f"--{current} is given twice; the last one counts")
         flags[current] = value if equals else True
-        if given.replace("-", "_") == f"no_{current}":
+        if given_name.replace("-", "_") == f"no_{current}":
             flags[current] = "False"
     return flags, notes

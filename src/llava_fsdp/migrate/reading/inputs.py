@@ -12,7 +12,7 @@ from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS, is_next
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_FLAGS
 from llava_fsdp.migrate.reading.command_flags import read_flags
-from llava_fsdp.migrate.reading.settings_files import Files, checked, choose, read_json, read_text, read_yaml
+from llava_fsdp.migrate.reading.settings_files import Files, choose, input_file, read_json, read_text, read_yaml
 from llava_fsdp.migrate.reading.trainer_inputs import launch_of_config, read_trainer_run
 from llava_fsdp.migrate.source.launch_command import TrainingCommand, find_launch
 from llava_fsdp.migrate.source.shell import commands
@@ -38,7 +38,7 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
     scripts: list[Path] = []
     jsons: Files = {}
     yamls: Files = {}
-    for path in map(checked, names):
+    for path in map(input_file, names):
         kind = path.suffix.lower()
         if kind == ".json":
             jsons[path] = read_json(path)
@@ -72,10 +72,11 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
 def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand]:
     """Return the training commands in a shell script. `variables`: values of shell variables that the script does not
     set. Raise ConfigError if the script has no such command, or if bash would have to run to understand one of them."""
-    seen = commands(read_text(script), variables, str(script))
-    found = [(command, launch) for command in seen if (launch := find_launch(command))]
+    all_commands = commands(read_text(script), variables, str(script))
+    found = [(command, launch) for command in all_commands if (launch := find_launch(command))]
     if not found:
-        others = sorted({word for command in seen for word in command.words[:3] if word.endswith(".sh")})
+        # such as `srun bash train.sh`: the program is among the first three words, later ones are arguments
+        others = sorted({word for command in all_commands for word in command.words[:3] if word.endswith(".sh")})
         raise ConfigError(
             f"{script} has no training command: none that starts with deepspeed, torchrun, accelerate launch, swift "
             "sft, llamafactory-cli train, trl sft, or python with a training program"
@@ -87,7 +88,7 @@ def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand
                 f"{script}, line {command.line}: {'; '.join(command.problems)}; or give the plain training command"
             )
     # `cd` changes what relative paths mean in all commands of the script
-    moves = [f"the script starts from another folder: {' '.join(c.words)}" for c in seen if c.words[0] == "cd"]
+    moves = [f"the script starts from another folder: {' '.join(c.words)}" for c in all_commands if c.words[0] == "cd"]
     return [replace(launch, notes=(*launch.notes, *moves)) for _, launch in found]
 
 
@@ -105,22 +106,24 @@ def read_run(
     flags, notes = read_flags(launch, table)
     run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
     missing: list[str] = []
-    settings = zero = listed = None
+    accelerate_file = deepspeed_file = datasets_file = None
     yamls = {path: found for path, found in yamls.items() if trainer_of_config(found.values) is None}
-    lists = {path: found for path, found in yamls.items() if "datasets" in found.values}
-    yamls = {path: found for path, found in yamls.items() if path not in lists}
+    dataset_yamls = {path: found for path, found in yamls.items() if "datasets" in found.values}
+    yamls = {path: found for path, found in yamls.items() if path not in dataset_yamls}
     records = run.trainer_value("data_path") if run.given("data_path") else None
     if isinstance(records, str) and records.endswith((".yaml", ".yml")):
-        listed = choose(records, script, lists, [])
-        run = replace(run, datasets=read_yaml(listed) if listed else None)
+        datasets_file = choose(records, script, dataset_yamls, [])
+        run = replace(run, datasets=read_yaml(datasets_file) if datasets_file else None)
     if launch.launcher == "accelerate":
-        settings = choose(launch.flags.get("config_file"), script, yamls, missing)
-        run = replace(run, accelerate=read_yaml(settings) if settings else None)
-    inner = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
-    named = flags.get("deepspeed") or launch.flags.get("deepspeed_config_file") or inner
-    if named or run.distributed_type == "DEEPSPEED":
-        zero = choose(named, script, jsons, missing)
-        run = replace(run, deepspeed=read_json(zero) if zero else None)
+        accelerate_file = choose(launch.flags.get("config_file"), script, yamls, missing)
+        run = replace(run, accelerate=read_yaml(accelerate_file) if accelerate_file else None)
+    name_in_accelerate = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
+    deepspeed_name = flags.get("deepspeed") or launch.flags.get("deepspeed_config_file") or name_in_accelerate
+    if deepspeed_name or run.distributed_type == "DEEPSPEED":
+        deepspeed_file = choose(deepspeed_name, script, jsons, missing)
+        run = replace(run, deepspeed=read_json(deepspeed_file) if deepspeed_file else None)
     if run.gpus is None:
         raise ConfigError(f"{script}, line {launch.line}: the number of GPUs is not known; give gpus=N")
-    return replace(run, missing=tuple(missing)), {path for path in (settings, zero, listed) if path}
+    return replace(run, missing=tuple(missing)), {
+        path for path in (accelerate_file, deepspeed_file, datasets_file) if path
+    }

@@ -16,7 +16,7 @@ Files = dict[Path, Settings]
 """Settings by the path of the file."""
 
 
-def checked(name: str) -> Path:
+def input_file(name: str) -> Path:
     """Return the path of an input file. Raise ConfigError if the file cannot be a script or a file of settings."""
     path = Path(name)
     if not path.is_file():
@@ -39,25 +39,25 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
-    """Return the path of the settings file that a training script names (`named`), such as its DeepSpeed JSON.
+def choose(name_in_script: object, script: Path, given: Files, missing: list[str]) -> Path | None:
+    """Return the path of the settings file that a training script names (`name_in_script`), such as its DeepSpeed JSON.
 
     It is the file of `given` (the command line) with the same file name, or else the only file given there. If neither
-    exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of the next
-    two folders above it. If that is not found either, `named` is added to `missing`. If the script names no file, it is
-    the only file of `given`; None if there is not exactly one.
+    exists, it is the file at the path `name_in_script`, relative to the current folder, the script's folder or one of
+    the next two folders above it. If that is not found either, `name_in_script` is added to `missing`. If the script
+    names no file, it is the only file of `given`; None if there is not exactly one.
     """
-    if not isinstance(named, str) or not named:
+    if not isinstance(name_in_script, str) or not name_in_script:
         return next(iter(given)) if len(given) == 1 else None
-    wanted = Path(named)
-    same = [path for path in given if path.name == wanted.name]
-    if same or len(given) == 1:
-        return [*same, *given][0]
+    wanted = Path(name_in_script)
+    of_same_name = [path for path in given if path.name == wanted.name]
+    if of_same_name or len(given) == 1:
+        return [*of_same_name, *given][0]
     folder = script.resolve().parent
     for base in (Path(), folder, folder.parent, folder.parent.parent):
         if (base / wanted).is_file():
             return base / wanted
-    missing.append(named)
+    missing.append(name_in_script)
     return None
 
 
@@ -65,7 +65,7 @@ def read_json(path: Path) -> Settings:
     """Return the settings of a DeepSpeed file. Raise ConfigError if it is not a JSON object, or contains a key
     twice."""
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def refuse_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
         for name, value in pairs:
             if name in found:
@@ -74,7 +74,7 @@ def read_json(path: Path) -> Settings:
         return found
 
     try:
-        content = json.loads(read_text(path), object_pairs_hook=unique)
+        content = json.loads(read_text(path), object_pairs_hook=refuse_repeated)
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     except RecursionError:

@@ -68,15 +68,15 @@ def find_launch(command: Command) -> TrainingCommand | None:
         if entry_of(words[index:]) is not None:
             return own_entry(command, name, index)
         if name in ("deepspeed", "torchrun"):
-            return split(command, name, rest)
+            return split_launch(command, name, rest)
         if name == "accelerate" and rest[:1] == ["launch"]:
-            return split(command, name, rest[1:])
+            return split_launch(command, name, rest[1:])
         if PYTHON.fullmatch(name):
             while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W, which take a value
                 rest = rest[1:]
             if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
-                return split(command, MODULES[rest[1]], rest[2:])
-            launch = split(command, "python", rest)
+                return split_launch(command, MODULES[rest[1]], rest[2:])
+            launch = split_launch(command, "python", rest)
             return launch if launch and TRAINING.search(PurePosixPath(launch.script).name) else None
     return None
 
@@ -87,9 +87,9 @@ def own_entry(command: Command, name: str, index: int) -> TrainingCommand:
     words = command.words
     launcher = {"trl": "accelerate", "lmf": "llamafactory-cli"}.get(name, name)
     environment = dict(command.environment)
-    read = [key for key in environment if key in PROGRAM_VARIABLES or key in LAUNCH_VARIABLES]
+    variables_read = [key for key in environment if key in PROGRAM_VARIABLES or key in LAUNCH_VARIABLES]
     flags: dict[str, str | bool] = {}
-    for key in read if launcher != "accelerate" else []:
+    for key in variables_read if launcher != "accelerate" else []:
         flags[key.lower() if key in LAUNCH_VARIABLES else key] = environment.pop(key)
     devices, notes = devices_and_notes(environment)
     return TrainingCommand(
@@ -113,7 +113,7 @@ def devices_and_notes(environment: dict[str, str]) -> tuple[str | None, tuple[st
     return environment.get("CUDA_VISIBLE_DEVICES"), (note,) if others else ()
 
 
-def split(command: Command, launcher: str, words: list[str]) -> TrainingCommand | None:
+def split_launch(command: Command, launcher: str, words: list[str]) -> TrainingCommand | None:
     """Split `words` into the launcher's flags, the training program (the first word that is neither a flag nor a flag's
     value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}
@@ -135,8 +135,10 @@ def split(command: Command, launcher: str, words: list[str]) -> TrainingCommand 
     if index == len(words):
         return None
     devices, others = devices_and_notes(dict(command.environment))
-    made = TrainingCommand(launcher, flags, words[index], words[index + 1 :], command.line, devices, (*notes, *others))
-    return made if made.is_original else replace(made, trainer=trainer_of(made.script, made.arguments))
+    launch = TrainingCommand(
+        launcher, flags, words[index], words[index + 1 :], command.line, devices, (*notes, *others)
+    )
+    return launch if launch.is_original else replace(launch, trainer=trainer_of(launch.script, launch.arguments))
 
 
 @dataclass(frozen=True)
@@ -156,24 +158,24 @@ def ranks_of(launch: TrainingCommand) -> LaunchedRanks:
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
         if isinstance(include, str):
-            return included(include)
-        per_node = number(flags.get("num_gpus", flags.get("num_accelerators")))
+            return ranks_of_include(include)
+        per_node = positive_number(flags.get("num_gpus", flags.get("num_accelerators")))
         unknown = {"exclude", "e", "hostfile", "H"} & flags.keys()
-        nodes = number(flags.get("num_nodes", None if unknown else "1"))
-        return LaunchedRanks(per_node or (None if unknown else visible(launch.devices)), nodes)
+        nodes = positive_number(flags.get("num_nodes", None if unknown else "1"))
+        return LaunchedRanks(per_node or (None if unknown else count_devices(launch.devices)), nodes)
     if launch.launcher == "torchrun":
         per_node = flags.get("nproc_per_node", "1")
-        counted = visible(launch.devices) if per_node in ("gpu", "auto") else number(per_node)
-        return LaunchedRanks(counted, number(flags.get("nnodes", "1")))
+        per_node_number = count_devices(launch.devices) if per_node in ("gpu", "auto") else positive_number(per_node)
+        return LaunchedRanks(per_node_number, positive_number(flags.get("nnodes", "1")))
     if launch.launcher in ("swift", "llamafactory-cli"):
         # without the variable ms-swift starts one process, and LLaMA-Factory one for each GPU that it sees
         one = "1" if launch.launcher == "swift" else None
-        per_node = number(flags.get("nproc_per_node", one)) or visible(launch.devices)
-        return LaunchedRanks(per_node, number(flags.get("nnodes", "1")))
+        per_node = positive_number(flags.get("nproc_per_node", one)) or count_devices(launch.devices)
+        return LaunchedRanks(per_node, positive_number(flags.get("nnodes", "1")))
     return LaunchedRanks(None if launch.launcher == "yaml" else 1)
 
 
-def included(text: str) -> LaunchedRanks:
+def ranks_of_include(text: str) -> LaunchedRanks:
     """Return what DeepSpeed's flag --include says, such as `host:0,1@host:2,3`. The number of processes per machine is
     None if a host lists no GPUs, or if hosts have different numbers of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
@@ -182,9 +184,11 @@ def included(text: str) -> LaunchedRanks:
     return LaunchedRanks(per_node, len(hosts), hosts[0] if len(hosts) == 1 and per_node else None)
 
 
-def visible(devices: str | None) -> int | None:
+def count_devices(devices: str | None) -> int | None:
+    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES; None if it is not set."""
     return len([d for d in devices.split(",") if d.strip()]) if devices else None
 
 
-def number(value: object) -> int | None:
+def positive_number(value: object) -> int | None:
+    """Return a text of digits as a number above 0; None for anything else, such as a range of machines."""
     return int(value) if isinstance(value, str) and value.isdigit() and int(value) > 0 else None

@@ -64,17 +64,17 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
     text = text.replace("\r\n", "\n")
     variables = {"HOME": str(Path.home()), **given}
     exported: set[str] = set()
-    found: list[Command] = []
+    found_commands: list[Command] = []
     start = 0
     while start < len(text):
-        matched = LINE.match(text, start)
-        assert matched is not None
-        number = text.count("\n", 0, start + len(matched[0]) - len(matched[0].lstrip())) + 1
-        start = matched.end() + (2 if text.startswith("&&", matched.end()) else 1)
-        if text[matched.end() : start] not in ("\n", ";", "&&", ""):
+        line_match = LINE.match(text, start)
+        assert line_match is not None
+        number = text.count("\n", 0, start + len(line_match[0]) - len(line_match[0].lstrip())) + 1
+        start = line_match.end() + (2 if text.startswith("&&", line_match.end()) else 1)
+        if text[line_match.end() : start] not in ("\n", ";", "&&", ""):
             raise ConfigError(f"{where}, line {number}: a quote is not closed; is it a shell script?")
         problems: list[str] = []
-        words = split(expanded(OUTPUT.sub("", matched[0]), variables, problems))
+        words = split_words(expand_variables(OUTPUT.sub("", line_match[0]), variables, problems))
         operators = list(filter(is_operator, words))
         problems += [f"{sign} around the command" for sign in operators]
         for command in simple_commands(words):
@@ -90,16 +90,16 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
                 command = command[1:]
             if command and not declares:
                 environment = {name: variables[name] for name in variables if name in exported} | assigned
-                found.append(Command(command, number, environment, tuple(problems)))
+                found_commands.append(Command(command, number, environment, tuple(problems)))
             elif problems:  # the values are not known
                 for name in assigned:
                     variables.pop(name, None)
             else:
                 variables |= assigned
-    return found
+    return found_commands
 
 
-def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
+def expand_variables(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
     """Return a line with variables replaced by their values and comments removed; quotes are kept. For a variable
     without a value, or an expansion that only bash can evaluate, a message is added to `problems`, and the text stays
     as it is."""
@@ -130,7 +130,7 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
     return PIECE.sub(piece, line)
 
 
-def split(line: str) -> list[str]:
+def split_words(line: str) -> list[str]:
     """Return the words of a line, without quotes. Adjacent operator signs `();<>|&` form a word of their own."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.commenters = ""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llava_fsdp.migrate.source.launch_command import LaunchedRanks, TrainingCommand, number, ranks_of
+from llava_fsdp.migrate.source.launch_command import LaunchedRanks, TrainingCommand, positive_number, ranks_of
 from llava_fsdp.migrate.source.trainers import OLD_NAMES, TUNING, Trainer
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -124,7 +124,7 @@ class SourceRun:
         in_fp16 = self.trainer is Trainer.swift and self.trainer_value("torch_dtype") in ("float16", "float32")
         return in_fp16 is (flag == "fp16")
 
-    def launched(self, name: str) -> object:
+    def accelerate_value(self, name: str) -> object:
         """Return the value of an Accelerate setting, from the flag of `accelerate launch` or else from Accelerate's
         YAML file; None if neither sets it. In `name`, a prefix such as `fsdp_config.` is left out."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
@@ -138,9 +138,9 @@ class SourceRun:
     def distributed_type(self) -> str:
         """Accelerate's `distributed_type` (DEEPSPEED, FSDP, MULTI_GPU, ...); empty if it is not set."""
         for flag, name in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")):
-            if self.launched(flag):
+            if self.accelerate_value(flag):
                 return name
-        return str(self.launched("distributed_type") or "").upper()
+        return str(self.accelerate_value("distributed_type") or "").upper()
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -156,12 +156,13 @@ class SourceRun:
         value comes from the settings from which Accelerate makes that configuration."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
-        found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
+        found = self.accelerate_value(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
         if found is None and key == "zero_optimization.stage" and self.distributed_type == "DEEPSPEED":
             return 2  # default of DeepSpeedPlugin (accelerate/utils/dataclasses.py)
         return plain(default if found is None else found)
 
     def ds_or_default(self, key: str) -> object:
+        """Return the value of a dotted key of DeepSpeed's configuration, or DeepSpeed's own default."""
         torch_adam = key == "optimizer.params.weight_decay" and self.ds("optimizer.params.torch_adam") is True
         return self.ds(key, TORCH_ADAMW_DECAY if torch_adam else DS_DEFAULTS[key])
 
@@ -178,7 +179,7 @@ class SourceRun:
     @property
     def devices(self) -> str | None:
         """CUDA_VISIBLE_DEVICES, as the launcher or the script sets it."""
-        chosen = self.launched("gpu_ids")
+        chosen = self.accelerate_value("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
 
@@ -186,14 +187,17 @@ class SourceRun:
     def ranks(self) -> LaunchedRanks:
         """Number of processes on each machine, and number of machines. The user's `gpus=N` is the total number of
         processes; without it, the launcher's flags or Accelerate's file give both numbers."""
-        found = ranks_of(self.launch)
+        launched_ranks = ranks_of(self.launch)
         if self.launch.launcher == "accelerate":  # both numbers may be flags, or in Accelerate's file
-            total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
-            found = LaunchedRanks(total // nodes if total and nodes else None, nodes)
+            total, nodes = (
+                positive_number(str(self.accelerate_value("num_processes"))),
+                positive_number(str(self.accelerate_value("num_machines") or 1)),
+            )
+            launched_ranks = LaunchedRanks(total // nodes if total and nodes else None, nodes)
         if self.given_gpus:
-            nodes = found.nodes if found.nodes and self.given_gpus % found.nodes == 0 else 1
-            return LaunchedRanks(self.given_gpus // nodes, nodes, found.devices)
-        return found
+            nodes = launched_ranks.nodes if launched_ranks.nodes and self.given_gpus % launched_ranks.nodes == 0 else 1
+            return LaunchedRanks(self.given_gpus // nodes, nodes, launched_ranks.devices)
+        return launched_ranks
 
     @property
     def gpus(self) -> int | None:

@@ -60,7 +60,7 @@ def grid_of(run: SourceRun) -> list[list[int]] | str | None:
     return [[x * tile, y * tile] for x in range(left, right + 1) for y in range(top, bottom + 1)]
 
 
-def trained(run: SourceRun, usual: list[str]) -> list[str]:
+def trained_parts(run: SourceRun, usual: list[str]) -> list[str]:
     """Return the value of `model.train`: --mm_tunable_parts replaces the value `usual` of LLaVA's own flags."""
     if run.tunable is None:
         return [*usual, "vision"] if run.trainer_value("unfreeze_mm_vision_tower") else usual

@@ -56,31 +56,32 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 def decide(run: SourceRun) -> Overrides:
     """Return all overrides: value by configuration key. They include those that only repeat defaults;
     `command.drop_defaults` removes these."""
-    own = trainer_overrides(run) if run.trainer else {}
-    found = dict(own) or (model(run) | data(run) if run.launch.is_original else other_program(run))
-    found |= (
+    own_overrides = trainer_overrides(run) if run.trainer else {}
+    overrides = dict(own_overrides) or (model(run) | data(run) if run.launch.is_original else other_program(run))
+    overrides |= (
         writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
     )
     checkpointing = (
-        run.trainer_value("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
+        run.trainer_value("gradient_checkpointing")
+        or plain(run.accelerate_value("fsdp_activation_checkpointing")) is True
     )
-    found["activation_checkpointing"] = "full" if checkpointing else "none"
-    found |= {"global_batch_size": run.batch, "micro_batch_size": run.trainer_value("per_device_train_batch_size")}
-    return found | optimizer(run) | schedule(run) | own
+    overrides["activation_checkpointing"] = "full" if checkpointing else "none"
+    overrides |= {"global_batch_size": run.batch, "micro_batch_size": run.trainer_value("per_device_train_batch_size")}
+    return overrides | optimizer(run) | schedule(run) | own_overrides
 
 
 def model(run: SourceRun) -> Overrides:
     """Return the overrides for model, stage and adapters, if the program is LLaVA's own or LLaVA-NeXT's."""
     name, stage, projector = run.trainer_value("model_name_or_path"), run.stage, run.trainer_value("mm_projector_type")
-    adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
+    adapter_kind = "qlora" if run.bits is not None and stage == "finetune" else "lora"
     found: Overrides = {
-        "stage": f"{stage}_{adapted}" if run.is_lora else stage,
+        "stage": f"{stage}_{adapter_kind}" if run.is_lora else stage,
         "model": model_choice(str(name)),
         "model.checkpoint" if stage == "finetune_task" else "model.language": name,
         "model.projector_type": projector,
         "model.select_layer": run.trainer_value("mm_vision_select_layer"),
         "model.select_feature": "full" if run.trainer_value("mm_vision_select_feature") == "cls_patch" else "patch",
-        "model.train": trained(run),
+        "model.train": trained_parts(run),
     }
     if run.trainer_value("vision_tower"):
         found["model.vision"] = run.trainer_value("vision_tower")
@@ -92,7 +93,7 @@ def model(run: SourceRun) -> Overrides:
         found["export.enabled"] = False
     if run.is_lora:  # LLaVA's default values differ from those of the stages, which are the values in LLaVA's scripts
         found |= {f"model.lora.{key}": run.trainer_value(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
-    return found | quantized(run)
+    return found | quantization(run)
 
 
 def other_program(run: SourceRun) -> Overrides:
@@ -117,10 +118,10 @@ def other_program(run: SourceRun) -> Overrides:
         flags |= {"model.lora.use_dora": "use_dora", "model.lora.use_rslora": "use_rslora"}
     found |= {key: run.trainer_value(flag) for key, flag in flags.items() if run.given(flag)}
     found |= {"data.path": path} if (path := data_path(run)) is not None else {}
-    return found | quantized(run)
+    return found | quantization(run)
 
 
-def quantized(run: SourceRun) -> Overrides:
+def quantization(run: SourceRun) -> Overrides:
     """Return the overrides for a quantized base model, as in LLaVA train.py:796-817; empty if the training changes more
     than adapters or a projector."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
@@ -142,13 +143,13 @@ def model_choice(name: str) -> str:
     return "llava_v1_5_13b" if "13b" in Path(name).name.lower() else "llava_v1_5_7b"
 
 
-def trained(run: SourceRun) -> list[str]:
+def trained_parts(run: SourceRun) -> list[str]:
     """Return the value of `model.train`: the parts that LLaVA trains (train.py:843-845, 926-935), except lm_head, which
     model.train cannot select."""
     usual = ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
     if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
         usual = ["projector"]
-    return next_overrides.trained(run, usual) if run.is_next else usual
+    return next_overrides.trained_parts(run, usual) if run.is_next else usual
 
 
 def data(run: SourceRun) -> Overrides:
@@ -190,7 +191,7 @@ def writing(run: SourceRun) -> Overrides:
         found["comm.timeout"] = timeout
     if run.trainer_value("output_dir"):
         found["output_dir"] = run.trainer_value("output_dir")
-    epochs, steps, every, keep = map(
+    epochs, steps, save_steps, num_kept = map(
         run.trainer_value, ("num_train_epochs", "max_steps", "save_steps", "save_total_limit")
     )
     if isinstance(epochs, float) and epochs == int(epochs) >= 1:
@@ -199,10 +200,10 @@ def writing(run: SourceRun) -> Overrides:
         found["max_steps"] = steps
     if run.trainer_value("save_strategy") != "steps":
         found["checkpoint.every"] = None
-    elif isinstance(every, float) and every >= 1:
-        found["checkpoint.every"] = int(every)
-    if isinstance(keep, int) and keep:
-        found["checkpoint.keep"] = max(LEAST_KEPT, keep)
+    elif isinstance(save_steps, float) and save_steps >= 1:
+        found["checkpoint.every"] = int(save_steps)
+    if isinstance(num_kept, int) and num_kept:
+        found["checkpoint.keep"] = max(LEAST_KEPT, num_kept)
     lines = run.trainer_value("logging_steps")
     if run.trainer_value("logging_strategy") == "steps" and isinstance(lines, float) and lines >= 1:
         found["log_every"] = int(lines)
@@ -223,14 +224,15 @@ def tracking(run: SourceRun) -> Overrides:
 def compiling(run: SourceRun) -> Overrides:
     """Return the override `compile`; empty if neither script nor launcher sets it: the default compile=auto then
     stays."""
-    launched = run.launched("dynamo_backend")
+    backend = run.accelerate_value("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
-    if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
+    if str(backend or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
         return {"compile": True}
-    return {"compile": False} if "torch_compile" in run.flags or launched is not None else {}
+    return {"compile": False} if "torch_compile" in run.flags or backend is not None else {}
 
 
 def sharding(run: SourceRun) -> Overrides:
+    """Return the override for the sharding strategy; empty if it is not known, or has no equivalent."""
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -262,12 +264,12 @@ def offload(run: SourceRun) -> Overrides:
             folder = run.ds(f"{blocks[devices.index('nvme')]}.nvme_path")
             return {"offload": "nvme"} | ({"offload.folder": folder} if folder else {})
         old_names = ("cpu_offload", "cpu_offload_param", "cpu_offload_params")
-        old = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in old_names)
-        if old or {"cpu", "nvme"} & set(map(str, devices)):
+        has_old_key = any(plain(run.ds(f"zero_optimization.{key}")) is True for key in old_names)
+        if has_old_key or {"cpu", "nvme"} & set(map(str, devices)):
             return {"offload": "optimizer" if stage == 1 else "params"}
         return {}
-    on = run.distributed_type == "FSDP" and plain(run.launched("fsdp_offload_params")) is True
-    return {"offload": "params"} if on or "OFFLOAD" in fsdp_words(run) else {}
+    is_offloaded = run.distributed_type == "FSDP" and plain(run.accelerate_value("fsdp_offload_params")) is True
+    return {"offload": "params"} if is_offloaded or "OFFLOAD" in fsdp_words(run) else {}
 
 
 def fsdp_words(run: SourceRun) -> list[str]:
@@ -279,10 +281,10 @@ def fsdp_strategy(run: SourceRun) -> str | None:
     """Return the value of `sharding` for the strategy that Accelerate's `fsdp_config` or the flag --fsdp names; None if
     neither names a known one."""
     if run.distributed_type == "FSDP":
-        reshard = plain(run.launched("fsdp_reshard_after_forward"))
+        reshard = plain(run.accelerate_value("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
             return "zero3" if reshard else "zero2"
-        named = reshard or run.launched("fsdp_sharding_strategy") or "FULL_SHARD"
+        named = reshard or run.accelerate_value("fsdp_sharding_strategy") or "FULL_SHARD"
         return FSDP_STRATEGIES.get(str(named).upper())
     return next((FSDP_STRATEGIES[word] for word in fsdp_words(run) if word in FSDP_STRATEGIES), None)
 
@@ -290,10 +292,10 @@ def fsdp_strategy(run: SourceRun) -> str | None:
 def precision(run: SourceRun) -> Overrides:
     """Return the overrides for the precision. If both bf16 and fp16 are set, the original refuses to start; here bf16
     is chosen."""
-    on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
-    on |= {flag for flag in ("bf16", "fp16") if run.is_half(flag)}
-    on.add(str(run.launched("mixed_precision")))
-    half = next((half for half in ("bf16", "fp16", "fp8") if half in on), "fp32")
+    dtypes_on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
+    dtypes_on |= {flag for flag in ("bf16", "fp16") if run.is_half(flag)}
+    dtypes_on.add(str(run.accelerate_value("mixed_precision")))
+    half = next((half for half in ("bf16", "fp16", "fp8") if half in dtypes_on), "fp32")
     if half == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
         if run.ds("bf16.bf16_optimizer_states") is True:
             return {"precision": "bf16_pure"}
@@ -311,25 +313,25 @@ def optimizer(run: SourceRun) -> Overrides:
         "optim.eps": ("optimizer.params.eps", "adam_epsilon"),
     }
     found: Overrides = {} if run.lacks_deepspeed else {"optim.clip": clip(run)}
-    found |= {key: filled(run, theirs, flag) for key, (theirs, flag) in values.items()}
+    found |= {key: from_deepspeed_or_flag(run, theirs, flag) for key, (theirs, flag) in values.items()}
     betas = run.ds_or_default("optimizer.params.betas") if run.has_ds_optimizer else AUTO
     pair = [plain(b) for b in betas] if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
     for beta, flag in zip(pair, ("adam_beta1", "adam_beta2"), strict=True):
         found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta
     if run.has_ds_warmup:
-        found["optim.lr"] = filled(run, "scheduler.params.warmup_max_lr", "learning_rate")
+        found["optim.lr"] = from_deepspeed_or_flag(run, "scheduler.params.warmup_max_lr", "learning_rate")
     # learning rates by part are LLaVA's own; an optimizer that DeepSpeed makes, or its schedule, has one for all parts
     one_group = run.has_ds_optimizer or run.has_ds_warmup or not run.launch.is_original
     found["optim.projector_lr"] = None if one_group else run.trainer_value("mm_projector_lr")
-    if run.is_next and not one_group and run.trainer_value("mm_vision_tower_lr") and "vision" in trained(run):
+    if run.is_next and not one_group and run.trainer_value("mm_vision_tower_lr") and "vision" in trained_parts(run):
         found["optim.vision_lr"] = run.trainer_value("mm_vision_tower_lr")
     return found
 
 
-def filled(run: SourceRun, key: str, flag: str) -> object:
-    """Return a setting of the optimizer or scheduler: the value of `key` in DeepSpeed's configuration or, if that is
-    `auto` or it has no optimizer (or scheduler), the value of the script's flag."""
-    value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
+def from_deepspeed_or_flag(run: SourceRun, deepspeed_key: str, flag: str) -> object:
+    """Return a setting of the optimizer or scheduler: the value of `deepspeed_key` in DeepSpeed's configuration or, if
+    that is `auto` or it has no optimizer (or scheduler), the value of the script's flag."""
+    value = AUTO if run.ds(deepspeed_key.partition(".")[0] + ".type") is None else run.ds_or_default(deepspeed_key)
     return run.trainer_value(flag) if value == AUTO else value
 
 
@@ -362,6 +364,7 @@ def schedule(run: SourceRun) -> Overrides:
 
 
 def warmup(run: SourceRun) -> Overrides:
+    """Return the override for the warm-up of transformers' schedules, as a number or as a share of the steps."""
     steps = run.trainer_value("warmup_steps")
     if isinstance(steps, int | float) and steps >= 1:
         return {"optim.warmup_steps": int(steps)}

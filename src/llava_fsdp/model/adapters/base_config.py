@@ -59,6 +59,7 @@ def base_config(parts: Parts) -> dict[str, Any]:
 
 
 def of_part(config: PretrainedConfig) -> dict[str, Any]:
+    """Return those values of the configuration of one part of a model that change what the part computes, by key."""
     values = {key: value for key, value in config.to_dict().items() if has_effect(key)}
     if not STRETCHED & rope_types(values):
         values.pop("max_position_embeddings", None)
@@ -98,10 +99,11 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
         name, (then, now) = min(differing.items(), key=lambda item: (not item[0].endswith(".model_type"), item[0]))
         if name.startswith("vision.") and parts.whole is None:
             base, key = str(parts.vision_folder), "vision=PATH" if key == BASE_OPTION else "model.vision"
-        more = f" ({len(differing) - 1} more values differ)" if len(differing) > 1 else ""
+        and_more = f" ({len(differing) - 1} more values differ)" if len(differing) > 1 else ""
         raise ModelError(
             f"{folder} is for another base: it was trained with {name}={json.dumps(then)}, as {NOTES} in it says, and "
-            f"{base} has {json.dumps(now)}{more}; give the base that it was trained on, with its own config.json: {key}"
+            f"{base} has {json.dumps(now)}{and_more}; give the base that it was trained on, with its own "
+            f"config.json: {key}"
         )
 
 

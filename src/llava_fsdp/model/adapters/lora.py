@@ -56,7 +56,7 @@ class Tower(Protocol):
     def eval(self) -> Any: ...
 
 
-def targets(model: Adaptable) -> list[str]:
+def target_modules(model: Adaptable) -> list[str]:
     """Return the full paths of the linear layers that get LoRA adapters: all in the blocks of the parts that
     `model.cfg.adapted` lists, except layers that are not used."""
     names = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
@@ -80,7 +80,7 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
     Raises:
         ConfigError: peft is not installed, or the model has no linear layer to adapt.
     """
-    names = targets(model)
+    names = target_modules(model)
     if not names:
         raise ConfigError(
             f"model.lora.enabled=true: {type(model.language).__name__} has no linear layers in its blocks, "
@@ -123,7 +123,7 @@ def import_peft() -> Any:
     return peft
 
 
-def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
+def trained_in_adapted_parts(model: Adaptable) -> list[nn.Parameter]:
     """Return the trained parameters of those parts that have LoRA adapters: the parameters of the adapters, and the
     biases that `model.lora.bias` selects."""
     trained = [p for n, p in model.named_parameters() if is_adapter(n)]
@@ -143,13 +143,13 @@ def check_gradients(model: Tower) -> None:
     size = model.parts.image_size
     was_training = model.training
     model.eval()  # turns off dropout, which would need the seeds of samples
-    with torch.enable_grad(), torch.device("meta"), NothingPacked(), tried(type(language).__name__):
+    with torch.enable_grad(), torch.device("meta"), NothingPacked(), as_adapter_errors(type(language).__name__):
         embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
         weights = in_bf16(language)
         segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)
         arguments = attention_arguments(embeds, segments if model.kernel is not None else None, model.attention)
-        given = {"inputs_embeds": embeds, "use_cache": False, **arguments}
-        out = functional_call(language, weights, kwargs=given).last_hidden_state
+        arguments_of_language = {"inputs_embeds": embeds, "use_cache": False, **arguments}
+        out = functional_call(language, weights, kwargs=arguments_of_language).last_hidden_state
         unreached = without_gradient("language_model", language, out)
         if Part.vision in model.cfg.trained:
             pixels = torch.zeros((1, 3, size, size))
@@ -165,7 +165,7 @@ def check_gradients(model: Tower) -> None:
 
 
 @contextmanager
-def tried(model: str) -> Iterator[None]:
+def as_adapter_errors(model: str) -> Iterator[None]:
     """Context manager for running a model on the meta device: raise ConfigError, which names the model, if it fails
     with adapters, as some mixtures of experts do."""
     try:
@@ -187,7 +187,7 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
     return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
 
 
-def start_of_a(parent: nn.Module) -> float:
+def bound_of_a(parent: nn.Module) -> float:
     """Return the bound of the uniform distribution from which peft initialises the matrix A of an adapter, the weight
     of `parent` (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised with 0."""
     assert isinstance(parent, nn.Linear)

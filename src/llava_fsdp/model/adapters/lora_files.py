@@ -41,7 +41,7 @@ OTHER_MEANINGS = (
 """Keys of peft's adapter_config.json for features that change how the weights are used, and that are not supported."""
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 """Values of peft's `init_lora_weights` with which peft changes the base model's weights before training."""
-NAMED = 8
+MOST_NAMES = 8
 """Maximum number of modules that a message lists by name."""
 
 
@@ -64,6 +64,7 @@ class AdapterFolder:
 
 
 def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder itself has a LoRA adapter."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
@@ -136,11 +137,11 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
     for key in OTHER_MEANINGS:
         if settings.get(key):
             raise ModelError(f"{folder / ADAPTER_CONFIG} has {key}={json.dumps(settings[key])}, which is not supported")
-    drawn = settings.get("init_lora_weights")
-    if isinstance(drawn, str) and drawn.partition("_")[0] in OTHER_BASES:
+    initialisation = settings.get("init_lora_weights")
+    if isinstance(initialisation, str) and initialisation.partition("_")[0] in OTHER_BASES:
         raise ModelError(
-            f"{folder / ADAPTER_CONFIG} has init_lora_weights={drawn}: it is for a base that peft has changed; convert "
-            "it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+            f"{folder / ADAPTER_CONFIG} has init_lora_weights={initialisation}: it is for a base that peft has "
+            "changed; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
 
 
@@ -165,7 +166,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
     )
 
 
-def started_from(adapter: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
+def initial_values_from(adapter: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
     """Return the initial values for a run that continues the training of a LoRA adapter, by parameter name: the
     adapter's parameters, and the other weights that were trained with it.
 
@@ -184,19 +185,19 @@ def started_from(adapter: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> d
     # a module may have an adapter only in the folder or only in the model, and its bias then has two different names
     here = {without_base(name): name for name, _ in model.named_parameters()}
     tensors = {here.get(without_base(name), name): tensor for name, tensor in adapter.tensors.items()}
-    wanted = set(here.values())
-    check_strangers(adapter, tensors.keys() - wanted)
-    missing = sorted(n for n in wanted - tensors.keys() if is_adapter(n))
+    names_here = set(here.values())
+    check_unknown_tensors(adapter, tensors.keys() - names_here)
+    missing = sorted(n for n in names_here - tensors.keys() if is_adapter(n))
     if missing:
         raise ModelError(
             f"model.lora.checkpoint={adapter.folder} has no adapter for {module_of(missing[0])} and "
             f"{len({module_of(n) for n in missing}) - 1} other modules of this model; is it of another model, or of "
             "other parts than model.train?"
         )
-    return {name: tensor for name, tensor in tensors.items() if name in wanted}
+    return {name: tensor for name, tensor in tensors.items() if name in names_here}
 
 
-def check_strangers(adapter: AdapterFolder, names: set[str]) -> None:
+def check_unknown_tensors(adapter: AdapterFolder, names: set[str]) -> None:
     """Check the tensors of an adapter's folder that the model has no parameters for. Adapters whose matrix B is 0 have
     no effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
 
@@ -291,8 +292,8 @@ def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
             f"base; {cure}"
         )
     if unchanged:
-        more = f" and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else ""
+        and_more = f" and {len(unchanged) - MOST_NAMES} more" if len(unchanged) > MOST_NAMES else ""
         log().warning(
             "%s was not changed by training in %d of %d modules (B is 0): %s%s",
-            what, len(unchanged), modules, ", ".join(unchanged[:NAMED]), more,
+            what, len(unchanged), modules, ", ".join(unchanged[:MOST_NAMES]), and_more,
         )  # fmt: skip

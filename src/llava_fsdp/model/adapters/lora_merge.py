@@ -42,15 +42,15 @@ class Merged:
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """Return rows [begin, end), float32 [end - begin, in]; they are not rounded to `dtype`."""
         a = self.a.rows(0, self.a.shape[0]).float()
-        summed = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
+        weight = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
         if self.magnitude is None:
-            return summed
-        return summed * (self.magnitude.rows(begin, end).float() / row_lengths(summed))[:, None]
+            return weight
+        return weight * (self.magnitude.rows(begin, end).float() / row_lengths(weight))[:, None]
 
 
-def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
-    """Merge a model's LoRA adapters into its weights, row by row when rows are read. Return the merged parameters by
-    their names in the model without adapters."""
+def merge_adapters(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
+    """Return the parameters of a model with its LoRA adapters merged into the weights, by their names in the model
+    without adapters. Nothing is computed yet: rows of a weight are merged when they are read."""
     result: dict[str, Stored] = {}
     for name, source in sources.items():
         if is_adapter(name):

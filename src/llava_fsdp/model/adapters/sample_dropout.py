@@ -49,10 +49,10 @@ class TokenKeys:
             vision_tokens: number of tokens that a tile has in the vision tower.
         """
         positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments[0]
-        self.language = hashed(seeds, positions)
+        self.language = hash_pairs(seeds, positions)
         if not len(tile_seeds):
             tile_seeds = tile_seeds.new_zeros(1)  # without images, a trainable vision tower runs on a blank image
-        self.vision = hashed(tile_seeds[:, None], torch.arange(vision_tokens, device=seeds.device)[None])
+        self.vision = hash_pairs(tile_seeds[:, None], torch.arange(vision_tokens, device=seeds.device)[None])
 
 
 class SampleDropout(nn.Module):
@@ -82,19 +82,19 @@ class SampleDropout(nn.Module):
         )
         keys = keys.reshape(x.shape[:-1])  # some blocks flatten rows and tokens into one dimension
         first, last = self.first_channel, self.first_channel + x.shape[-1]
-        channels = hashed(torch.arange(first, last, device=x.device), self.salt)
-        value = mixed(keys[..., None] + channels)
+        channels = hash_pairs(torch.arange(first, last, device=x.device), self.salt)
+        value = mix_bits(keys[..., None] + channels)
         dropped = (value & (2**BITS - 1)) < int(self.p * 2**BITS)
         return x.masked_fill(dropped, 0) * (1 / (1 - self.p))
 
 
-def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
+def hash_pairs(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
     """Hash pairs of integers below 2**31, with broadcasting of the two tensors; the hashes are int32."""
     low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # if int64 overflows, the low half is still right
-    return mixed((low - 2**31).to(torch.int32))
+    return mix_bits((low - 2**31).to(torch.int32))
 
 
-def mixed(value: torch.Tensor) -> torch.Tensor:
+def mix_bits(value: torch.Tensor) -> torch.Tensor:
     """Mix the bits of int32 values, so that a change of one bit of a value changes many bits of the result."""
     value = value ^ (value >> 16)
     value = value * MULTIPLIERS[0]

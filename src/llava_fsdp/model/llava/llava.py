@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModel
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
-from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
+from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_in_adapted_parts
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Architecture, ImageInputs, NamedPart
 from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
@@ -272,7 +272,7 @@ class Llava(Architecture):
             if part not in self.cfg.adapted:
                 for module in self.modules_of(part) if blocks is None else self.used_blocks(part)[blocks]:
                     module.requires_grad_(True)
-        for parameter in trained_with_adapters(self) if self.adapted else []:
+        for parameter in trained_in_adapted_parts(self) if self.adapted else []:
             parameter.requires_grad_(True)
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline.requires_grad_(Part.projector in self.cfg.trained)

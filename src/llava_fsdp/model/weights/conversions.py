@@ -94,6 +94,7 @@ def language_model_of(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def is_vision_language_model(config: PretrainedConfig) -> bool:
+    """Return whether transformers' model for a configuration takes images and text, and returns text."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
@@ -145,10 +146,10 @@ def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, Stored
     Raises:
         ModelError: transformers cannot convert the files' tensors to those of the model.
     """
-    plan = converted(build(), tensors, folder)
+    plan = run_conversion(build(), tensors, folder)
     if not plan.sources and any(name.startswith("vision_model.") for name in tensors):
         # a vision tower saved as part of a whole model; transformers has no rule for some of these (AIMv2)
-        plan = converted(build(), tensors, folder, {r"^vision_model\.": ""})
+        plan = run_conversion(build(), tensors, folder, {r"^vision_model\.": ""})
     return plan
 
 
@@ -232,6 +233,7 @@ def has_tied_weights(
 
 
 def last_parts(name: str) -> str:
+    """Return the last two parts of a name with dots, such as `lm_head.weight`."""
     return ".".join(name.split(".")[-2:])
 
 
@@ -247,7 +249,7 @@ def has_same_values(one: Stored, other: Stored) -> bool:
     return True
 
 
-def converted(
+def run_conversion(
     model: Any, tensors: Mapping[str, StoredTensor], folder: Path, renames: dict[str, str] | None = None
 ) -> LoadPlan:
     """Find where in files the values of each weight of a model are, by running transformers' conversion on tensors that
@@ -293,7 +295,7 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
     """
     model: Any = whole_model_of(config)
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return saved(model, lambda name: name.removeprefix("model."), read)
+    return revert_conversion(model, lambda name: name.removeprefix("model."), read)
 
 
 def plan_save_again(plan: LoadPlan, read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
@@ -303,7 +305,7 @@ def plan_save_again(plan: LoadPlan, read: Callable[[str, Box], torch.Tensor]) ->
     model: Any = whole_model_of(plan.model.config)
     loaded: Any = plan.model
     model._weight_conversions = loaded._weight_conversions
-    return saved(model, lambda name: name, read)
+    return revert_conversion(model, lambda name: name, read)
 
 
 def names_saved(model: Any) -> set[str]:
@@ -311,17 +313,19 @@ def names_saved(model: Any) -> set[str]:
     return model.state_dict().keys() - {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
 
 
-def saved(model: Any, rename: Callable[[str], str], read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
+def revert_conversion(
+    model: Any, rename: Callable[[str], str], read: Callable[[str, Box], torch.Tensor]
+) -> dict[str, LazyTensor]:
     """Return the tensors that `save_pretrained` writes of one of transformers' models on the meta device, by their
     names in the files. `rename` translates a name in this model to the one that `read` gets."""
-    wanted = names_saved(model)
-    held: dict[str, Any] = {}
+    names = names_saved(model)
+    lazy_parameters: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        own = rename(name)
-        if name in wanted:
-            held[name] = LazyTensor(value.shape, [own], lambda box, own=own: read(own, box))
+        our_name = rename(name)
+        if name in names:
+            lazy_parameters[name] = LazyTensor(value.shape, [our_name], lambda box, own=our_name: read(own, box))
     with library_errors(f"transformers cannot write a {model.config.model_type} model with these parts"):
-        outputs: Any = revert_weight_conversion(model, held)
+        outputs: Any = revert_weight_conversion(model, lazy_parameters)
     return outputs
 
 

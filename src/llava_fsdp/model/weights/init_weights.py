@@ -32,7 +32,7 @@ class Rule(Enum):
 class DrawRule:
     """How a parameter is initialised."""
 
-    rule: Rule
+    kind: Rule
     scale: float = 0.0
     """Standard deviation of a normal, or bound of a uniform distribution."""
 
@@ -55,7 +55,7 @@ class Drawn:
         """Generate the whole parameter, and return rows [begin, end) of dimension 0, float32."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
-        match self.rule.rule:
+        match self.rule.kind:
             case Rule.ONES:
                 whole.fill_(1)
             case Rule.ZEROS:
@@ -126,13 +126,13 @@ def computed_buffers(model: nn.Module, stored: Collection[str] = ()) -> dict[str
             continue
         above = [outer for outer in models if not outer or f"{path}.".startswith(f"{outer}.")]
         assert above, f"{path} has buffers that nothing computes"
-        values = recomputed(models[max(above, key=len)], module, names)
+        values = recompute_buffers(models[max(above, key=len)], module, names)
         buffers |= {f"{path}.{name}".lstrip("."): value for name, value in values.items()}
     return buffers
 
 
 @torch.no_grad()
-def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
+def recompute_buffers(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
     """Compute the named buffers of a meta-device module with the `_init_weights` of `part`, the nearest of
     transformers' models that contains it, on the CPU. This is done twice, from different initial values, to prove that
     `_init_weights` sets all of them. Raises ModelError if it does not."""
@@ -172,9 +172,9 @@ def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor], clean_na
         buffers: values of all buffers of the model except those of quantized layers, by name.
         clean_name: removes what was added to the names of modules after the buffers were computed.
     """
-    left = dict(buffers)
+    values_left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             for name, buffer in module.named_buffers(recurse=False):
-                buffer.copy_(left.pop(clean_name(f"{path}.{name}")))
-    assert not left, f"buffers that the model does not have: {sorted(left)}"
+                buffer.copy_(values_left.pop(clean_name(f"{path}.{name}")))
+    assert not values_left, f"buffers that the model does not have: {sorted(values_left)}"

@@ -69,6 +69,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
+    """Return a new LazyTensor with the values of `x`, for operations that change none, such as `clone`."""
     return LazyTensor(x.shape, x.sources, x.read)
 
 
@@ -155,8 +156,8 @@ def unsqueeze(x: LazyTensor, dim: int) -> LazyTensor:
 
 def squeeze(x: LazyTensor, dim: int | Sequence[int] | None = None) -> LazyTensor:
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {number % x.ndim for number in dims if x.shape[number] == 1}
-    return view(x, [size for number, size in enumerate(x.shape) if number not in gone])
+    removed_dims = {number % x.ndim for number in dims if x.shape[number] == 1}
+    return view(x, [size for number, size in enumerate(x.shape) if number not in removed_dims])
 
 
 def permute(x: LazyTensor, order: Sequence[int]) -> LazyTensor:
@@ -217,10 +218,10 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a torch operation with meta tensors instead of its tensor arguments. Return its results, which have shapes
     but no values."""
 
-    def moved(value: Any) -> Any:
+    def to_meta(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
-    meta_args, meta_kwargs = tree_map(moved, (args, kwargs))
+    meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
     return func(*meta_args, **meta_kwargs)
 
 

@@ -120,9 +120,9 @@ class QuantizedLinear(nn.Module):
         assert tuple(weight.shape) == self.shape, f"{tuple(weight.shape)} is not {self.shape}"
         dtype = self.weight.dtype
         weight = weight.to(self.statistics[0].device, dtype).contiguous()  # kernels read it without strides
-        packed, statistics = packed_of(self.packing, weight, dtype)
-        for own, made in zip(self.statistics, statistics, strict=True):
-            own.copy_(made)
+        packed, statistics = quantize(self.packing, weight, dtype)
+        for own, computed in zip(self.statistics, statistics, strict=True):
+            own.copy_(computed)
         return packed
 
     @torch.no_grad()
@@ -150,18 +150,20 @@ class UnpackedProduct(torch.autograd.Function):
         """Compute x W^T + b. `statistics` are the tensors with which `packed` is dequantized."""
         ctx.packing = packing
         ctx.save_for_backward(packed, *statistics)
-        return functional.linear(x, unpacked(packing, packed, statistics), bias)
+        return functional.linear(x, dequantize(packing, packed, statistics), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of x and of the bias; the quantized weight is frozen, and gets none. W is dequantized
+        again with the saved scales (`statistics`)."""
         packed, *statistics = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad @ unpacked(ctx.packing, packed, statistics) if needs_x else None
+        grad_x = grad @ dequantize(ctx.packing, packed, statistics) if needs_x else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         return grad_x, None, grad_bias, None, None
 
 
-def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def quantize(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Quantize the weight of a linear layer.
 
     Args:
@@ -199,7 +201,7 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
     return packed, [state.absmax, inner.absmax, inner.code, state.offset]
 
 
-def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
+def dequantize(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
     """Dequantize a weight, [out_features, in_features], in the dtype of the tensor [elements, 1] that holds its bits.
     The statistics are in the order of `Packing.statistics`. On the meta device the bits may have any dtype."""
     from bitsandbytes.functional import QuantState, dequantize_4bit

@@ -22,7 +22,7 @@ ADAPTER_CURE = (
     "of a LoRA adapter, which is used with its base: give its folder, with all of its files, as model.lora.checkpoint "
     "(training) or source (export, chat, evaluate)"
 )
-WRAPPED = "module."
+WRAPPER_PREFIX = "module."
 """Prefix of all names in a wrapped model."""
 LARGEST_HEADER = 20 << 20
 """Maximum accepted size, in bytes, of the header of a safetensors file: about 150,000 tensors."""
@@ -123,10 +123,10 @@ def refuse_parts(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
             "only its part of a weight; make it from the checkpoint with DeepSpeed's zero_to_fp32.py, or save it with "
             "stage3_gather_16bit_weights_on_model_save"
         )
-    if tensors and all(name.startswith(WRAPPED) for name in tensors):
+    if tensors and all(name.startswith(WRAPPER_PREFIX) for name in tensors):
         raise ModelError(
-            f"{path} has names that begin with {WRAPPED} ({next(iter(tensors))}), which DistributedDataParallel and "
-            "DeepSpeed put there: save the wrapped model's .module, or take the prefix off"
+            f"{path} has names that begin with {WRAPPER_PREFIX} ({next(iter(tensors))}), which "
+            "DistributedDataParallel and DeepSpeed put there: save the wrapped model's .module, or take the prefix off"
         )
 
 

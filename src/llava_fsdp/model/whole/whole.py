@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import ModelConfig, Part, Quantizer, part_and_blocks
-from llava_fsdp.model.adapters.lora import add_adapters, linear_layers, trained_with_adapters
+from llava_fsdp.model.adapters.lora import add_adapters, linear_layers, trained_in_adapted_parts
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Ability, Architecture, ImageInputs, NamedPart, Positions, part_name
 from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
@@ -317,7 +317,7 @@ class Whole(Architecture):
             if blocks is not None:
                 for block in self.all_blocks(part)[blocks]:
                     block.requires_grad_(True)
-        for parameter in trained_with_adapters(self) if self.adapted else []:
+        for parameter in trained_in_adapted_parts(self) if self.adapted else []:
             parameter.requires_grad_(True)
         for name, parameter in self.named_parameters():
             if name in self.unused or not parameter.numel():

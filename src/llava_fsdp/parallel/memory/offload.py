@@ -60,7 +60,7 @@ from llava_fsdp.parallel.memory.host_memory import Arena
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
-from llava_fsdp.runtime.files.os_errors import existing
+from llava_fsdp.runtime.files.os_errors import nearest_existing
 from llava_fsdp.runtime.text.humanize import readable
 from llava_fsdp.runtime.text.log import log
 
@@ -177,7 +177,7 @@ def fsdp_parameters(module: FSDPModule) -> list[Any]:
 
 def filesystem(folder: Path) -> str | None:
     """Return the type (ext4, tmpfs, ...) of the filesystem of a folder, which need not exist yet; None if unknown."""
-    device = os.stat(existing(folder)).st_dev
+    device = os.stat(nearest_existing(folder)).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -19,9 +19,9 @@ from llava_fsdp.runtime.text.log import log
 
 MET = "met"
 """Text that the last rank to come writes into the store. A rank that gives up writes its error message instead."""
-POLL = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two looks into the store, and between two attempts to reach it."""
-HELD = 3.0
+READERS_SECONDS = 3.0
 """Most seconds for which rank 0, with which the store ends, lets other ranks read why it gives up."""
 TELL = 60.0
 """Seconds of waiting after which a rank logs for whom it waits, and between two such messages."""
@@ -107,18 +107,18 @@ def await_port(host: str, port: int, rank: int, until: float) -> None:
     told = time.monotonic()
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(POLL, until - time.monotonic())).close()
+            socket.create_connection((host, port), timeout=max(POLL_SECONDS, until - time.monotonic())).close()
             return
         except (OSError, UnicodeError) as error:
             whose = "torchrun" if uses_agent_store() else "rank 0"
             reason = getattr(error, "strerror", None) or error
             text = f"rank {rank} on {socket.gethostname()} has not reached {whose} at {host}:{port} ({reason})"
-            if time.monotonic() + POLL >= until:
+            if time.monotonic() + POLL_SECONDS >= until:
                 raise CommunicationError(f"{text}: {CURE}").about(rank=rank, address=f"{host}:{port}") from error
             if time.monotonic() >= told + TELL:
                 told = time.monotonic()
                 log().warning("waiting: %s yet", text)
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None:
@@ -151,12 +151,12 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
                     conclude(store, f"{absent[0]} {who} not come to {address()}: {CURE}" if absent else MET)
                 elif absent and not set(range(rank)) - set(absent):  # the first rank that has come
                     log().warning("waiting: %s not come to %s yet", who, address())
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         verdict = store.get("verdict").decode()
         if verdict != MET:
             store.add("told", 1)
             if rank == 0 and not uses_agent_store():
-                hold(store)  # the store ends with this process, and the others must read the verdict
+                await_readers(store)  # the store ends with this process, and the others must read the verdict
     except RuntimeError as error:
         raise CommunicationError(
             f"{own} has lost the store at {address()}, before all ranks had come: {first_line(error)}"
@@ -172,11 +172,14 @@ def conclude(store: dist.Store, verdict: str) -> None:
     store.compare_set("verdict", "", verdict)
 
 
-def hold(store: dist.Store) -> None:
-    """Wait until all ranks that have come know the verdict; at most HELD seconds."""
-    until = time.monotonic() + HELD
+def await_readers(store: dist.Store) -> None:
+    """Wait until all ranks that have come have read why they give up; at most READERS_SECONDS seconds. Rank 0 waits so
+    before it ends, because the store runs in its process: ranks that find no store could not say why the run has
+    failed."""
+    until = time.monotonic() + READERS_SECONDS
+    # adding 0 reads a counter: `told` counts the ranks that have read the verdict, `come` those that have come
     while store.add("told", 0) < store.add("come", 0) and time.monotonic() < until:
-        time.sleep(POLL / 4)
+        time.sleep(POLL_SECONDS / 4)
 
 
 def ended_ranks(store: dist.Store, size: int) -> list[tuple[int, str]]:

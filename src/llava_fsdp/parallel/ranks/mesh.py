@@ -24,7 +24,7 @@ from llava_fsdp.parallel.ranks.meet import ended_ranks, meet, remaining, uses_ag
 from llava_fsdp.parallel.ranks.progress import gpu_progress, record_collectives
 from llava_fsdp.parallel.ranks.world import World, read_world, simulated_world, world_of_group
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
-from llava_fsdp.runtime.files.heartbeat import margin
+from llava_fsdp.runtime.files.heartbeat import seconds_before_limit
 from llava_fsdp.runtime.launch import env_rank, is_one_node
 from llava_fsdp.runtime.process.process_end import end_with
 from llava_fsdp.runtime.text.log import log
@@ -223,7 +223,7 @@ def join(world: World, timeout_seconds: int) -> None:
             log().warning(
                 "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
             )
-    until = time.monotonic() + timeout_seconds - margin(timeout_seconds)
+    until = time.monotonic() + timeout_seconds - seconds_before_limit(timeout_seconds)
     store = meet(world.rank, world.size, until)
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
         check_own_gpus(store, world)

@@ -35,7 +35,7 @@ class Ledger:
             self.worst = {name: size + more.get(name, 0) for name, size in self.held.items()}
 
     def add(self, moment: str, **sizes: int) -> None:
-        """Add bytes, by category, to what is held, and note a peak."""
+        """Add bytes, by category, to what is held from now on. `moment`: name of now, if it is the highest peak."""
         for name, size in sizes.items():
             self.held[name] += size
         self.note_peak(moment)
@@ -409,10 +409,15 @@ def interpolate(first: PassSegment, second: PassSegment, share: float) -> PassSe
 
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Return {name of each block that has a backward pass: bytes of its input}. They are measured as what its forward
-    pass leaves allocated, which with activation checkpointing is its output, of the same size as its input."""
-    backward = {s.block for s in segments if s.backward}
-    forward = [s for s in segments if s.block in backward - {"", OUTPUT} and not s.backward]
+    """Return {name of each transformer block that has a backward pass: bytes of the block's input}. `segments`: the
+    segments of a forward and backward pass with activation checkpointing.
+
+    A block's input is as large as its output. The output is what the forward pass of a checkpointed block leaves
+    allocated, so that its bytes are the growth of the activations from the begin to the end of that segment.
+    """
+    outside_blocks = {"", OUTPUT}  # segments before and between the blocks, and the output layer
+    with_backward = {s.block for s in segments if s.backward} - outside_blocks
+    forward = [s for s in segments if s.block in with_backward and not s.backward]
     return {s.block: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 

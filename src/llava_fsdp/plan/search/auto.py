@@ -124,8 +124,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     def planner_of(tried: Config) -> Planner:
         return Planner(tried, machine, samples, parts)
 
-    before = recorded(cfg) if continues else None
-    if before is not None and keeps(before, cfg, world, parts, planner_of):
+    before = recorded_decision(cfg) if continues else None
+    if before is not None and keeps_recorded(before, cfg, world, parts, planner_of):
         return before
     try:
         planner, rows = best_layout(cfg, world, parts.language, planner_of)
@@ -142,16 +142,18 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         raise ConfigError(
             f"auto: the planner predicts that nothing fits; nearest is {best.choice.zero}, activation checkpointing "
             f"{mode}, {best.tokens:,} tokens in the largest micro-batch"
-            f"{kinds}: {cost(best)}. {shares}activation_checkpointing=full, "
+            f"{kinds}: {cost_as_text(best)}. {shares}activation_checkpointing=full, "
             "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
             "tokens_per_micro_batch would try it all the same"
         )
-    reason = f"{cost(best)}, as predicted; llava-fsdp plan compares all values"
+    reason = f"{cost_as_text(best)}, as predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, parallel, reason)
 
 
-def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]) -> bool:
+def keeps_recorded(
+    before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]
+) -> bool:
     """Return whether a resumed run keeps its recorded values (`before`): those that are possible with the present keys
     and number of ranks, and that fit into memory by the prediction of a planner, which `planner_of` makes. Values of a
     model that no planner can compute are kept, too, as they were chosen without one."""
@@ -286,7 +288,7 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
     return Ways(planner, choices, ranks, splits)
 
 
-def recorded(cfg: Config) -> Decision | None:
+def recorded_decision(cfg: Config) -> Decision | None:
     """Return what the run's config.yaml has for the keys that are `auto` in `cfg`; None if it cannot be used."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
@@ -333,5 +335,6 @@ def has_auto_checkpointing(cfg: Config) -> bool:
     return cfg.activation_checkpointing.mode is ActivationCheckpointing.auto
 
 
-def cost(row: PlanRow) -> str:
+def cost_as_text(row: PlanRow) -> str:
+    """Return the memory and the seconds of a step of a prediction, as text."""
     return f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"

@@ -38,8 +38,8 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch
         An object for each number of GPUs (`gpus`) and of ranks per row (`context`), with the `tokens` of the sample, 0
             if none fits; `activation_checkpointing`; and the predicted `bytes` on a rank.
     """
-    contexts = sizes_of(cfg, parts)
-    tried = sum(gpus % context == 0 for context in contexts for gpus in counts(cfg))
+    contexts = context_sizes(cfg, parts)
+    tried = sum(gpus % context == 0 for context in contexts for gpus in gpu_counts(cfg))
     with show("longest samples", tried) as advance:
         return points_of(cfg, machine, parts, contexts, advance)
 
@@ -55,7 +55,7 @@ def points_of(
         planner = Planner(replace(cfg, parallel=parallel, tokens_per_micro_batch=None), machine, parts=parts)
         modes = MODES if machine.device == "cuda" else MODES[:1]
         checkpointing = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
-        for gpus in counts(cfg):
+        for gpus in gpu_counts(cfg):
             if gpus % context:
                 continue
             ranks = RankCounts(gpus, gpus, cfg.gpus)
@@ -75,7 +75,8 @@ def points_of(
     return points
 
 
-def counts(cfg: PlanConfig) -> Iterator[int]:
+def gpu_counts(cfg: PlanConfig) -> Iterator[int]:
+    """Yield the numbers of GPUs to try: powers of two, and last all GPUs."""
     count = 1
     while count < cfg.gpus * cfg.nodes:
         yield count
@@ -83,7 +84,7 @@ def counts(cfg: PlanConfig) -> Iterator[int]:
     yield cfg.gpus * cfg.nodes
 
 
-def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
+def context_sizes(cfg: PlanConfig, parts: Parts) -> list[int]:
     """Return the numbers of ranks per row to try: powers of two up to the number of GPUs, at most 64. With
     `parallel.context_how=ulysses`, only those that divide the attention heads; only 1 if rows are not packed."""
     if not cfg.can_share_rows:
@@ -105,17 +106,17 @@ def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow 
     lengths = () if planner.grows_with_square else (PIECE * context, MOST_TOKENS)
     sizes = [one_sample(planner.samples, length, context) for length in lengths]
 
-    def row(pieces: int) -> PlanRow:
+    def predicted(pieces: int) -> PlanRow:
         return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], sizes)
 
     first, last = 0, MOST_TOKENS // (PIECE * context)
     while first < last:
         middle = (first + last + 1) // 2
-        if row(middle).fits:
+        if predicted(middle).fits:
             first = middle
         else:
             last = middle - 1
-    return row(first) if first else None
+    return predicted(first) if first else None
 
 
 def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatchSizes:

@@ -52,7 +52,7 @@ def show_plan(
         )
     else:
         best = fitting[0]
-        chosen = [names(best), *(layout(planner.cfg.parallel) if search is not None else [])]
+        chosen = [overrides_of(best), *(layout_overrides(planner.cfg.parallel) if search is not None else [])]
         console.print(
             f"\nUse {' '.join(chosen)}: {gigabytes(best.bytes['total'])} GB, "
             f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){off_device(best)}\n"
@@ -76,7 +76,7 @@ def gigabytes(size: float) -> str:
     return f"{size / GB:.{4 if 0 < size < GB / 10 else 1}f}"
 
 
-def names(row: PlanRow) -> str:
+def overrides_of(row: PlanRow) -> str:
     """Return a row's strategy, activation checkpointing and offload as command-line overrides."""
     activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
     words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
@@ -99,17 +99,17 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
         title=f"GB on a rank at the worst moment of a step; best first{ranks_of_a_row(rows)}", title_justify="left",
     )  # fmt: skip
     for row in rows:
-        held = row.bytes
-        states = held["parameters"] + held["gradients"] + held["optimizer"] + held["buffers"]
+        bytes_of = row.bytes
+        states = bytes_of["parameters"] + bytes_of["gradients"] + bytes_of["optimizer"] + bytes_of["buffers"]
         table.add_row(
             row.choice.zero,
             row.choice.activation_checkpointing.mode.value,
             row.choice.offload.value,
             f"{row.tokens:,} x {len(row.micro_batches)}",
             "yes" if row.fits else "NO",
-            gigabytes(held["total"]),
+            gigabytes(bytes_of["total"]),
             gigabytes(states),
-            *(gigabytes(held[name]) for name in ("gathered", "reducing", "activations", "logits")),
+            *(gigabytes(bytes_of[name]) for name in ("gathered", "reducing", "activations", "logits")),
             f"{row.step.seconds:.3g}",
             f"{row.tokens_per_second:,.0f}",
             f"{row.mfu:.0%}",
@@ -118,7 +118,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
     return table
 
 
-def layout(parallel: ParallelConfig) -> list[str]:
+def layout_overrides(parallel: ParallelConfig) -> list[str]:
     """Return the kinds of parallelism as command-line overrides; empty for sharding alone."""
     sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
     overrides = [f"parallel.{key}={size}" for key, size in sizes.items() if size != 1]
@@ -133,7 +133,7 @@ def search_table(found: Sequence[Planned]) -> Table:
         "hides", title_justify="left",
     )  # fmt: skip
     for one in found:
-        row, words = one.row, layout(one.parallel)
+        row, words = one.row, layout_overrides(one.parallel)
         table.add_row(
             " ".join(word.removeprefix("parallel.") for word in words) or "sharding alone",
             row.choice.zero,
@@ -186,7 +186,10 @@ def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str)
 
 
 def longest_as_text(tokens: int) -> str:
-    return "none" if not tokens else f"{tokens:,}" if tokens < MOST_TOKENS else f"at least {tokens:,}"
+    """Return the cell of a table for the length of the longest sample that fits."""
+    if not tokens:
+        return "none"
+    return f"{tokens:,}" if tokens < MOST_TOKENS else f"at least {tokens:,}"
 
 
 def formula_table(planner: Planner, world_size: int) -> Table:

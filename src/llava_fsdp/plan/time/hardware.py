@@ -109,18 +109,18 @@ DEVICES = {
 """CUDA's names of GPUs -> names in the table. Similar GPUs (H100 PCIe and NVL, GH200, parts of a GPU) are left out,
 because they have other peaks."""
 
-CONTEXT = 700 * MIB
+CUDA_CONTEXT_BYTES = 700 * MIB
 """Bytes of GPU memory for CUDA's context, torch's kernels and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
 NCCL, NCCL_MORE = 500 * MIB, 200 * MIB
 """Bytes of GPU memory for NCCL's buffers: for the group of all ranks, and for each further group of the rank. An
 estimate: 0.3 to 1 GB were reported for one to four groups."""
 FRAGMENTATION = 0.04
 """Share of GPU memory lost in torch's allocator, because every micro-batch allocates tensors of other sizes."""
-PROCESS = 450 * MIB
+PROCESS_BYTES = 450 * MIB
 """Bytes of host memory of a Python process with torch and transformers on a CPU machine."""
 CORE_FLOPS = 30e9
 """FLOPs per second of one CPU core in fp32. Only the order of magnitude is right, which is enough to compare."""
-FASTER, EMULATED = 2.0, 0.05
+BF16_SPEED, EMULATED_SPEED = 2.0, 0.05
 """Speed of matrix products on a CPU, as a multiple of fp32's: of bf16 with instructions for it (measured: 1.5 to 2.1
 with AVX512-BF16), and of 16 bits without (0.03 to 0.05 with AVX2; AVX-512 emulates bf16 at 0.4)."""
 
@@ -149,9 +149,9 @@ class Machine:
         """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it. NCCL takes
         memory for each of the `groups` process groups of several ranks that the rank belongs to."""
         if self.gpu is None:
-            return max(0, self.memory - PROCESS)
+            return max(0, self.memory - PROCESS_BYTES)
         nccl = NCCL + NCCL_MORE * (groups - 1) if groups else 0
-        return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - nccl)
+        return max(0, int(self.memory * (1 - FRAGMENTATION)) - CUDA_CONTEXT_BYTES - nccl)
 
     @property
     def has_bf16(self) -> bool:
@@ -165,8 +165,8 @@ class Machine:
         """
         if self.gpu is not None:
             return self.gpu.peak(dtype)
-        in_bf16 = FASTER if self.cores_have_bf16 else EMULATED
-        return self.flops * {DType.fp32: 1.0, DType.bf16: in_bf16, DType.fp16: EMULATED}[dtype]
+        in_bf16 = BF16_SPEED if self.cores_have_bf16 else EMULATED_SPEED
+        return self.flops * {DType.fp32: 1.0, DType.bf16: in_bf16, DType.fp16: EMULATED_SPEED}[dtype]
 
     def check(self, precision: PrecisionConfig) -> None:
         """Raise ConfigError if the device cannot compute with this precision."""

@@ -43,12 +43,12 @@ class Utilization:
             return flops.of(facts.tokens, pairs, facts.label_tokens, facts.tiles)
 
         needed = flops_of_step(self.flops)
-        most = None if self.peak is None else self.peak * seconds
-        again = None if self.recomputed is None else flops_of_step(self.recomputed)
+        possible = None if self.peak is None else self.peak * seconds
+        recomputed = None if self.recomputed is None else flops_of_step(self.recomputed)
         return {
             "flops": needed,
-            "mfu": None if most is None else needed / most,
-            "hfu": None if most is None or again is None else (needed + again) / most,
+            "mfu": None if possible is None else needed / possible,
+            "hfu": None if possible is None or recomputed is None else (needed + recomputed) / possible,
         }
 
 

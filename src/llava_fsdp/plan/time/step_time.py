@@ -37,9 +37,9 @@ LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
 """Seconds of latency from one rank of a ring to the next, within a node and between nodes."""
-COPIED = 38
+COPIED_BYTES = 38
 """Bytes of memory traffic per parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
-UPDATED = 28
+UPDATED_BYTES = 28
 """Bytes of memory traffic of AdamW's update per parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 2e9
 """Bytes per second between two ranks on a CPU machine."""
@@ -55,9 +55,9 @@ RECOMPUTED = {
 """Share of a block's forward time that runs again in the backward pass. With `selective` these are norms, rotary
 embeddings and activation functions, which are memory traffic and few FLOPs. `dynamic` counts as it begins, with every
 block recomputed."""
-HOST_UPDATE = 12e9
+HOST_UPDATE_BANDWIDTH = 12e9
 """Bytes per second and rank that the CPU's fused AdamW reads and writes."""
-DISK = 2e9
+DISK_BANDWIDTH = 2e9
 """Bytes per second and rank of a local NVMe disk."""
 
 
@@ -145,11 +145,11 @@ class Volume:
         some groups span two nodes, and all ranks wait for these.
         """
         seconds = 0.0
-        for moved, calls, size, span in (
+        for received, calls, size, span in (
             (self.tensor, self.sums, self.tensor_size, self.tensor_size),
             (self.context, self.exchanges, self.context_size, self.tensor_size * self.context_size),
         ):
-            seconds += self.waiting_seconds(moved, calls, size, span, link, network)
+            seconds += self.waiting_seconds(received, calls, size, span, link, network)
         return seconds
 
     def expert_seconds(self, link: float, network: float) -> float:
@@ -356,18 +356,18 @@ def step_time(
     seconds = sent.seconds(link, network)
     waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
     exposed = max(0.0, seconds - OVERLAP * compute) + waiting
-    moved = COPIED * work.micro_batches if world_size > 1 else added_bytes(precision, work.micro_batches)
+    moved = COPIED_BYTES * work.micro_batches if world_size > 1 else added_bytes(precision, work.micro_batches)
     copies = moved * work.trainable / bandwidth
-    update = UPDATED * work.local / bandwidth
+    update = UPDATED_BYTES * work.local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
         update += 16 * work.local / pcie  # both fp32 moments, to the device and back: 4 times 4 bytes
     elif offload.moves_weights:
         # each micro-batch copies fp32 weights to the device for two gathers, and gradients back; the CPU updates
         exposed += work.micro_batches * 12 * work.local / pcie
-        update = UPDATED * work.local / HOST_UPDATE
+        update = UPDATED_BYTES * work.local / HOST_UPDATE_BANDWIDTH
         if offload is OffloadMode.nvme:
-            update += 40 * work.local / DISK
+            update += 40 * work.local / DISK_BANDWIDTH
     return StepTime(compute, copies, communication=seconds + waiting, exposed=exposed, update=update)
 
 

@@ -37,7 +37,7 @@ class Curve:
     """A metric over training steps, downsampled to a limited number of points."""
 
     def __init__(self, most: int = MOST_POINTS):
-        self.most = most
+        self.most_points = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
         """`step // width` -> [number of values, sum of their steps, sum of the values, least value, greatest value]."""
@@ -49,37 +49,38 @@ class Curve:
         """Add the value of a step; ignore one that is missing or not finite."""
         if value is None or not math.isfinite(value):
             return
-        put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
-        while len(self.stretches) > self.most:
+        merge_into(self.stretches, step // self.width, [1.0, float(step), value, value, value])
+        while len(self.stretches) > self.most_points:
             self.width *= 2
-            self.stretches = halved(self.stretches)
+            self.stretches = merge_pairs(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
         """Return the points in the order of steps. If there are more than `most`, neighbours are merged."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
-            stretches = halved(stretches)
+            stretches = merge_pairs(stretches)
         return [
             Point(steps / count, total / count, least, most_)
             for _, (count, steps, total, least, most_) in sorted(stretches.items())
         ]
 
 
-def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
+def merge_into(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
     """Merge `values` into stretch `number`: [count, sum of steps, sum of values, least value, greatest value]."""
-    held = stretches.get(number)
-    if held is None:
+    present = stretches.get(number)
+    if present is None:
         stretches[number] = values
         return
     for index in range(3):
-        held[index] += values[index]
-    held[3], held[4] = min(held[3], values[3]), max(held[4], values[4])
+        present[index] += values[index]
+    present[3], present[4] = min(present[3], values[3]), max(present[4], values[4])
 
 
-def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
+def merge_pairs(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Merge each two neighbouring stretches into one."""
     pairs: dict[int, list[float]] = {}
     for number, values in stretches.items():
-        put(pairs, number // 2, list(values))
+        merge_into(pairs, number // 2, list(values))
     return pairs
 
 
@@ -121,9 +122,9 @@ class History:
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a parsed row of metrics.jsonl. Raise ValueError if the row is not valid; then nothing is added."""
-        step, values = checked(row)
+        step, values = parse_row(row)
         sources = sources_of(row)
-        more = {name: number_of(row, name) or 0 for name in SUMS}
+        numbers = {name: number_of(row, name) or 0 for name in SUMS}
         for name, value in values.items():
             self.curves.setdefault(name, Curve()).add(step, value)
         for name, (loss, labels) in sources.items():
@@ -131,21 +132,21 @@ class History:
                 self.sources.setdefault(name, Curve()).add(step, loss)
                 self.source_labels[name] = self.source_labels.get(name, 0) + labels
         for name in SUMS:
-            self.sums[name] += more[name]
+            self.sums[name] += numbers[name]
         self.steps += 1
         self.last = row
         if row.get("skipped") is True:
             self.skipped_steps += 1
             self.skipped += [step] if len(self.skipped) < MOST_SKIPS else []
         if (loss := values["loss"]) is not None:
-            self.recent.append((loss, more["label_tokens"]))
+            self.recent.append((loss, numbers["label_tokens"]))
             self.recent_sources.append(sources)
             if len(self.recent) > self.window:
                 self.recent.popleft()
                 self.recent_sources.popleft()
             mean = mean_loss(self.recent)
-            full = len(self.recent) == self.window
-            if full and (self.lowest is None or mean < self.lowest[0]):
+            is_full = len(self.recent) == self.window
+            if is_full and (self.lowest is None or mean < self.lowest[0]):
                 self.lowest = mean, step
 
     @property
@@ -174,10 +175,11 @@ class History:
     def mean(self, name: str) -> float | None:
         """Return the mean of a metric over the second half of the run, as the first includes loading and compiling."""
         points = self.curves[name].points() if name in self.curves else []
-        rest = points[len(points) // 2 :]
-        return sum(point.mean for point in rest) / len(rest) if rest else None
+        second_half = points[len(points) // 2 :]
+        return sum(point.mean for point in second_half) / len(second_half) if second_half else None
 
     def most(self, name: str) -> float | None:
+        """Return the greatest value of a metric; None if it has none."""
         points = self.curves[name].points() if name in self.curves else []
         return max((point.most for point in points), default=None)
 
@@ -197,7 +199,8 @@ def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
     return math.fsum(loss * count for loss, count in zip(losses, weights, strict=True)) / sum(weights)
 
 
-def checked(row: object) -> tuple[int, dict[str, float | None]]:
+def parse_row(row: object) -> tuple[int, dict[str, float | None]]:
+    """Return the step of a row of metrics.jsonl and its values (`VALUES`); raise ValueError if the row is not valid."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         raise ValueError("it has no step")
     return row["step"], {name: number_of(row, name) for name in VALUES}

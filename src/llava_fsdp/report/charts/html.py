@@ -40,7 +40,7 @@ def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "
         state: state of the training, shown beside the title.
     """
     pairs = [("", line) if isinstance(line, str) else line for line in lines]
-    body = "".join(f"<p class='{name}'>{escape(shortened(text))}</p>" for name, text in pairs if text)
+    body = "".join(f"<p class='{name}'>{escape(shorten_middle(text))}</p>" for name, text in pairs if text)
     mark = f"<span class='state {escape(state)}'>{escape(state)}</span>" if state else ""
     head = f"<p class='kind'>llava-fsdp · {escape(kind)}</p><h1>{escape(title)}{mark}</h1>"
     return f"<header>{head}{body}</header>\n"
@@ -58,7 +58,7 @@ def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | No
         return ""
     kinds = ["n" if all(NUMBER.fullmatch(text) for text in column[1:] if text) else "r" for column in columns]
     head, *rest = zip(*columns, strict=True)
-    top = (f"<th class='{kind}'>{escape(shortened(name))}</th>" for kind, name in zip(kinds, head, strict=True))
+    top = (f"<th class='{kind}'>{escape(shorten_middle(name))}</th>" for kind, name in zip(kinds, head, strict=True))
     body = (
         f"<tr{' class=best' if number == best else ''}>{''.join(map(cell, kinds, row))}</tr>\n"
         for number, row in enumerate(rest)
@@ -69,14 +69,14 @@ def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | No
 def cell_text(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return "" if value is None else shortened(str(value))
+    return "" if value is None else shorten_middle(str(value))
 
 
 def cell(kind: str, text: str) -> str:
     return f"<td class='{kind}{' long' if len(text) > LONG_CELL else ''}'>{escape(text)}</td>"
 
 
-def shortened(text: str, most: int = LONGEST_CELL) -> str:
+def shorten_middle(text: str, most: int = LONGEST_CELL) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from llava_fsdp.report.charts.downsample import Point
-from llava_fsdp.report.charts.html import DATA, inline_json, shortened
+from llava_fsdp.report.charts.html import DATA, inline_json, shorten_middle
 
 WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
@@ -84,36 +84,37 @@ def draw(chart: Chart) -> str:
         return ""
     scale, groups = Scale.of(chart, lines), equal_lines(lines)
     # lines that lie on each other are dashed, each in the gaps of the others
-    taking_turns = {index: turns(n, len(group)) for group in groups for n, index in enumerate(group)}
-    dashes = [taking_turns.get(index, "") for index in range(len(lines))]
+    dash_of_line = {index: dash_style(n, len(group)) for group in groups for n, index in enumerate(group)}
+    dashes = [dash_of_line.get(index, "") for index in range(len(lines))]
     body = [*grid(scale, chart.share), *ticks_along(scale), *level(scale, chart), *marks(scale, chart)]
     body += [shape for line, dash in zip(lines, dashes, strict=True) for shape in shapes(scale, line, dash)]
     names = [(line.name, colour_class(line.colour)) for line in lines]
     note = "".join(f"<p class=note>{escape(text)}</p>" for text in (chart.note, equal_note(lines, groups)) if text)
     kind = "chart wide" if chart.wide else "chart"
-    drawn = [picture(scale, chart.title, body)]
-    return figure(kind, chart.title, chart.unit, drawn, names, note + data(chart, lines, dashes))
+    pictures = [picture(scale, chart.title, body)]
+    return figure(kind, chart.title, chart.unit, pictures, names, note + script_of_values(chart, lines, dashes))
 
 
 def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
     """Return groups of lines whose points are equal, as indices in `lines`."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, line in enumerate(lines):
-        groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(index)
+        groups.setdefault(tuple((p.step, round_digits(p.mean)) for p in line.points), []).append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def turns(number: int, lines: int) -> str:
+def dash_style(number: int, lines: int) -> str:
     """Return the CSS of one of several equal curves: its dashes lie in the gaps of the others, so all can be seen."""
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 
 
 def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
+    """Return a sentence that names the curves which are equal (`equal_lines`); empty if none are."""
     if [len(lines)] == [len(group) for group in groups]:
         return "These curves are equal."
-    named = "; ".join(" = ".join(shortened(lines[index].name, NAME_LENGTH) for index in group) for group in groups)
-    return f"Equal curves: {shortened(named)}" if groups else ""
+    named = "; ".join(" = ".join(shorten_middle(lines[index].name, NAME_LENGTH) for index in group) for group in groups)
+    return f"Equal curves: {shorten_middle(named)}" if groups else ""
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
@@ -128,34 +129,35 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
         return ""
     sizes = {"large": (WIDE_WIDTH, WIDE_HEIGHT), "small": (SMALL_WIDTH, SMALL_HEIGHT)}
     scales = {kind: Scale(0, len(bars), 0, longest * 1.1, width, height) for kind, (width, height) in sizes.items()}
-    drawn = [picture(scale, title, bar_shapes(scale, bars, stacked), kind) for kind, scale in scales.items()]
-    return figure("wide", title, unit, drawn, [(name, colour_class(n)) for n, name in enumerate(names)])
+    pictures = [picture(scale, title, bar_shapes(scale, bars, stacked), kind) for kind, scale in scales.items()]
+    return figure("wide", title, unit, pictures, [(name, colour_class(n)) for n, name in enumerate(names)])
 
 
 def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
     """Return the SVG elements of a bar chart. Labels are left out where they would overlap."""
     # share of the longest text, at 8 pixels a character, that fits between two bars
     room = (scale.x(1) - scale.x(0)) / (8 * max(len(text) for bar in bars for text in (bar.label, bar.sum, "00000")))
-    body, every = grid(scale), math.ceil(1 / room)
+    body, label_interval = grid(scale), math.ceil(1 / room)
     for index, bar in enumerate(bars):
-        middle, beside = scale.x(index + 0.5), 1 if stacked else len(bar.values)
-        width = min(WIDEST_BAR, (scale.x(1) - scale.x(0)) * 0.9 / beside)
-        low = 0.0
+        middle, num_beside = scale.x(index + 0.5), 1 if stacked else len(bar.values)
+        width = min(WIDEST_BAR, (scale.x(1) - scale.x(0)) * 0.9 / num_beside)
+        bottom_value = 0.0
         for number, (value, text) in enumerate(zip(bar.values, bar.texts, strict=True)):
-            x = middle + width * ((0 if stacked else number) - beside / 2)
-            y, bottom = scale.y(low + value), scale.y(low)
-            low += value if stacked else 0
+            x = middle + width * ((0 if stacked else number) - num_beside / 2)
+            y, bottom = scale.y(bottom_value + value), scale.y(bottom_value)
+            bottom_value += value if stacked else 0
             body.append(
                 f"<rect class='bar {colour_class(number)}' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
                 f"height='{bottom - y:.1f}'><title>{escape(text)}</title></rect>"
             )
-        if index % every == 0:
+        if index % label_interval == 0:
             body.append(text_at(middle, scale.height - 6, bar.label, "middle"))
             body += [text_at(middle, scale.y(sum(bar.values)) - 4, bar.sum, "middle")] if bar.sum else []
     return body
 
 
 def picture(scale: "Scale", title: str, body: Iterable[str], kind: str = "") -> str:
+    """Return an SVG picture with these elements. `kind`: its CSS class."""
     return (
         f"<svg{f' class={kind}' if kind else ''} viewBox='0 0 {scale.width} {scale.height}' role='img' "
         f"aria-label='{escape(title)}'>{''.join(body)}</svg>"
@@ -169,7 +171,7 @@ def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[t
         names: (name, CSS class of the colour) of each curve, for a legend, which is left out if there is only one.
         more: HTML to put below the chart.
     """
-    items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
+    items = "".join(f"<li class='{colour}'>{escape(shorten_middle(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
         f"<figure class='{kind}'>"
         f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}</figcaption>"
@@ -227,6 +229,7 @@ def extent(line: Line) -> tuple[float, float]:
 
 
 def grid(scale: Scale, share: bool = False) -> list[str]:
+    """Return the horizontal lines of a chart with their values, in percent with `share`."""
     values, parts = ticks(scale.low, scale.high, 5), []
     for value in values:
         y = scale.y(value)
@@ -236,11 +239,13 @@ def grid(scale: Scale, share: bool = False) -> list[str]:
 
 
 def ticks_along(scale: Scale) -> list[str]:
+    """Return the texts of the horizontal axis: numbers of steps."""
     steps = [step for step in ticks(scale.first, scale.last, scale.width // 80) if step == int(step)]
     return [text_at(scale.x(step), scale.height - 6, short_text(step), "middle") for step in steps]
 
 
 def level(scale: Scale, chart: Chart) -> list[str]:
+    """Return the SVG elements of the horizontal line to compare the curves with, if the chart has one."""
     if chart.level is None:
         return []
     y, end = scale.y(chart.level[1]), scale.width - RIGHT
@@ -249,6 +254,7 @@ def level(scale: Scale, chart: Chart) -> list[str]:
 
 
 def marks(scale: Scale, chart: Chart) -> list[str]:
+    """Return the vertical lines at the steps after which the run was restarted."""
     bottom = scale.height - BELOW
     return [
         f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{bottom}'><title>started after step {step:,}</title></path>"
@@ -280,7 +286,7 @@ def colour_class(number: int) -> str:
     return f"c{number % COLOURS}{' dashed' if number >= COLOURS else ''}"
 
 
-def data(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
+def script_of_values(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
     """Return an HTML script element with a chart's values, from which the page's script redraws the chart."""
     values = {
         "share": chart.share,
@@ -295,13 +301,19 @@ def data(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
 
 
 def line_data(line: Line) -> dict[str, Any]:
-    step, mean, low, high = ([rounded(value) for value in values] for values in zip(*line.points, strict=True))
-    values = {"name": shortened(line.name, NAME_LENGTH), "colour": line.colour, "dots": line.dots, "x": step, "y": mean}
+    step, mean, low, high = ([round_digits(value) for value in values] for values in zip(*line.points, strict=True))
+    values = {
+        "name": shorten_middle(line.name, NAME_LENGTH),
+        "colour": line.colour,
+        "dots": line.dots,
+        "x": step,
+        "y": mean,
+    }
     has_band = any(point.least < point.most for point in line.points)
     return {**values, "low": low, "high": high} if has_band else values
 
 
-def rounded(value: float) -> float | int:
+def round_digits(value: float) -> float | int:
     """Round a value, so that it takes few characters in JSON."""
     if value == int(value) and abs(value) < 1e7:
         return int(value)

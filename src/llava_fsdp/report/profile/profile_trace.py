@@ -65,7 +65,8 @@ def times_of(path: Path) -> Times:
         raise TraceError(f"was not written to its end ({type(error).__name__}: {error})") from error
     annotations = [e for e in events if e.get("cat") == "user_annotation"]
     parts = {
-        name: united(spans_of(e for e in annotations if e["name"] == RANGE + name)) for name in ("data", *COMPUTING)
+        name: merge_spans(spans_of(e for e in annotations if e["name"] == RANGE + name))
+        for name in ("data", *COMPUTING)
     }
     of_steps = [e for e in annotations if e["name"].startswith(STEP)]
     if not of_steps:
@@ -83,12 +84,12 @@ def times_of(path: Path) -> Times:
         for thread in {e["tid"] for e in operations}:
             of_thread = [e for e in operations if e["tid"] == thread]
             add_exclusive(of_thread, collectives if thread == main else [], total)
-    collectives = without(collectives, united(span for spans in busy.values() for span in spans))
-    known = united([*(span for spans in busy.values() for span in spans), *collectives])
-    spans = {"data": without(parts["data"], known), **busy, "communication": collectives}
+    collectives = difference(collectives, merge_spans(span for spans in busy.values() for span in spans))
+    accounted = merge_spans([*(span for spans in busy.values() for span in spans), *collectives])
+    spans = {"data": difference(parts["data"], accounted), **busy, "communication": collectives}
     rows = []
     for begin, end in sorted(spans_of(of_steps)):
-        row = {name: length(within(spans[name], [(begin, end)])) for name in CATEGORIES[:-1]}
+        row = {name: length(intersection(spans[name], [(begin, end)])) for name in CATEGORIES[:-1]}
         rows.append(row | {"host gaps": (end - begin) / 1e6 - sum(row.values())})
     return Times(bool(kernels), rows, [(name, time / 1e6) for name, time in total.most_common(MOST_LONGEST)])
 
@@ -102,23 +103,23 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
         parts: time spans of each part of a step on the host.
     """
     launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
-    ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
+    kernels_of_part: dict[str, list[Any]] = {name: [] for name in COMPUTING}
     collectives = []
     for kernel in kernels:
         if COLLECTIVE_KERNEL in kernel["name"].lower():
             collectives.append(kernel)
             continue
-        launched = launches.get(kernel.get("args", {}).get("correlation"), kernel["ts"])
+        launched_at = launches.get(kernel.get("args", {}).get("correlation"), kernel["ts"])
         # a kernel that was launched between two parts, by a report or a save, belongs to neither
-        part = next((n for n in COMPUTING if any(begin <= launched <= end for begin, end in parts[n])), None)
+        part = next((n for n in COMPUTING if any(begin <= launched_at <= end for begin, end in parts[n])), None)
         if part is not None:
-            ran[part].append(kernel)
-    taken: Spans = []
+            kernels_of_part[part].append(kernel)
+    taken_spans: Spans = []
     busy = {}
-    for name, launched_here in ran.items():
-        busy[name] = without(united(spans_of(launched_here)), taken)
-        taken = united([*taken, *busy[name]])
-    return busy, united(spans_of(collectives))
+    for name, launched_here in kernels_of_part.items():
+        busy[name] = difference(merge_spans(spans_of(launched_here)), taken_spans)
+        taken_spans = merge_spans([*taken_spans, *busy[name]])
+    return busy, merge_spans(spans_of(collectives))
 
 
 def host_spans(
@@ -133,32 +134,33 @@ def host_spans(
         main: id of the main thread.
     """
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
-    kernels = united(spans_of(e for e in here if e["name"].startswith("aten::")))
-    collectives = united(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))
-    exposed = without(collectives, kernels)
-    running = without(united(spans_of(here)), exposed)
-    return {name: within(running, parts[name]) for name in COMPUTING}, exposed
+    kernels = merge_spans(spans_of(e for e in here if e["name"].startswith("aten::")))
+    collectives = merge_spans(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))
+    exposed = difference(collectives, kernels)
+    running = difference(merge_spans(spans_of(here)), exposed)
+    return {name: intersection(running, parts[name]) for name in COMPUTING}, exposed
 
 
 def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
     """Add the microseconds of one thread's operations to `total`, by name. An operation's time excludes the operations
     that it called, and the spans in which it was `waiting` for a collective."""
-    open_: list[Any] = []
+    open_events: list[Any] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
-            open_.pop()
-        exclusive = event["dur"] - 1e6 * length(within(spans_of([event]), waiting))
+        while open_events and open_events[-1]["ts"] + open_events[-1]["dur"] <= event["ts"]:
+            open_events.pop()
+        exclusive = event["dur"] - 1e6 * length(intersection(spans_of([event]), waiting))
         total[event["name"]] += exclusive
-        if open_:
-            total[open_[-1]["name"]] -= exclusive
-        open_.append(event)
+        if open_events:
+            total[open_events[-1]["name"]] -= exclusive
+        open_events.append(event)
 
 
 def spans_of(events: Iterable[Any]) -> Spans:
+    """Return the time span of each event, in the order of the events."""
     return [(e["ts"], e["ts"] + e["dur"]) for e in events]
 
 
-def united(spans: Iterable[tuple[float, float]]) -> Spans:
+def merge_spans(spans: Iterable[tuple[float, float]]) -> Spans:
     """Sort time spans, and merge those that overlap."""
     merged: Spans = []
     for begin, end in sorted(spans):
@@ -169,23 +171,23 @@ def united(spans: Iterable[tuple[float, float]]) -> Spans:
     return merged
 
 
-def within(spans: Spans, others: Spans) -> Spans:
+def intersection(spans: Spans, others: Spans) -> Spans:
     """Return the times that lie both in one of `spans` and in one of `others`."""
-    common, at = [], 0
+    result, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:
             at += 1
         number = at
         while number < len(others) and others[number][0] < end:
-            common.append((max(begin, others[number][0]), min(end, others[number][1])))
+            result.append((max(begin, others[number][0]), min(end, others[number][1])))
             number += 1
-    return common
+    return result
 
 
-def without(spans: Spans, others: Spans) -> Spans:
+def difference(spans: Spans, others: Spans) -> Spans:
     """Return the times in `spans` that no span of `others` covers."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
-    return within(spans, list(zip(edges[::2], edges[1::2], strict=True)))
+    return intersection(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(spans: Spans) -> float:

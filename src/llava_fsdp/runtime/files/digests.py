@@ -42,27 +42,27 @@ def digest_of_file(path: Path) -> Digest:
         return digest_of(file)
 
 
-def sealed(body: bytes) -> bytes:
+def with_digest(body: bytes) -> bytes:
     """Complete the text of a JSON object, given without its closing brace, with a last key `digest`: the digest of the
     text before it."""
     return body + BEFORE + xxh3_128(body).hexdigest().encode() + AFTER
 
 
-def unsealed(content: bytes) -> bytes | None:
-    """Return the text before the key `digest` that `sealed` appended; None if the digest does not match."""
+def without_digest(content: bytes) -> bytes | None:
+    """Return the text before the key `digest` that `with_digest` appended; None if the digest does not match."""
     body = content[:-TAIL]
-    return body if content == sealed(body) else None
+    return body if content == with_digest(body) else None
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
     """Divide files among the ranks, which compute digests together, and return those of this rank. Each file, from the
     largest on, goes to the rank with the fewest bytes so far."""
-    load = [0] * size
-    mine: list[K] = []
+    bytes_of_rank = [0] * size
+    own_files: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))
     for name in by_size:
-        least = load.index(min(load))
-        load[least] += files[name].bytes
+        least = bytes_of_rank.index(min(bytes_of_rank))
+        bytes_of_rank[least] += files[name].bytes
         if least == rank:
-            mine.append(name)
-    return mine
+            own_files.append(name)
+    return own_files

@@ -15,7 +15,7 @@ from llava_fsdp.runtime.text.humanize import readable
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 """Errors of fsync of a folder on file systems that do not support it (SMB, some FUSE systems)."""
-FILES = 16
+LEAST_INODES = 16
 """Minimum number of free inodes (files that can be created) that a checkpoint needs."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -24,7 +24,7 @@ WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | ge
 def require_room(folder: Path, needed: int) -> None:
     """Raise CheckpointError if the folder's disk has fewer than `needed` bytes free, or almost no free inodes."""
     inodes = free_inodes(folder)
-    if inodes is not None and inodes < FILES:
+    if inodes is not None and inodes < LEAST_INODES:
         raise CheckpointError(
             f"No space left for a checkpoint in {folder}: {inodes} inodes are left on that disk (df -i), and a "
             "checkpoint is several files; delete files there, or give an output_dir on another disk"
@@ -44,6 +44,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_empty(folder: Path) -> None:
+    """Delete a folder with all that is in it, and create it again, readable only by its owner."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
@@ -55,7 +56,7 @@ def write_durably(path: Path, content: bytes) -> None:
         write_all(descriptor, memoryview(content))
 
 
-def create(path: Path, mode: int = 0o666) -> BinaryIO:
+def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
     """Open a new file for writing bytes. Raises FileExistsError if the path exists, even as a symbolic link. `mode`:
     permissions before the umask."""
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
@@ -84,7 +85,7 @@ def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[
     """
     staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with create(staged, mode) as file:
+        with open_new(staged, mode) as file:
             yield file
             if durable:
                 file.flush()

@@ -67,10 +67,12 @@ class Beat:
 
 
 def put_beat(folder: Path, beat: Beat) -> None:
+    """Write the heartbeat of a rank into the run's folder, in place of its last one."""
     replace_file(folder / FOLDER / f"rank-{beat.rank}.json", json.dumps(asdict(beat)).encode())
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
+    """Return the last heartbeat of a rank; None if there is none, or it cannot be read."""
     try:
         return Beat(**read_object(folder / FOLDER / f"rank-{rank}.json", kinds_of(Beat)))
     except (BadJson, TypeError):  # TypeError: the file has unknown keys
@@ -98,10 +100,13 @@ class Watcher:
         self.folder = folder
         self.frozen_after = frozen_after
         self.counts: dict[int, tuple[int, float]] = {}
+        """{rank: (number of its heartbeats, time since which it has this number)}, by the monotonic clock."""
         self.places: dict[int, tuple[tuple[int, int, int], float]] = {}
+        """{rank: (its progress, time since which it has made none)}."""
         self.last: dict[int, Beat] = {}
+        """{rank: its last heartbeat}."""
 
-    def late(self, own: Beat, ranks: list[int]) -> list[Late]:
+    def late_ranks(self, own: Beat, ranks: list[int]) -> list[Late]:
         """Return those of `ranks` that this rank, whose heartbeat is `own`, is waiting for: frozen ranks, and the
         slowest ranks if they have made less progress than this one."""
         now = time.monotonic()
@@ -116,14 +121,15 @@ class Watcher:
                 self.places[rank] = beat.place, now
         behind = []
         for rank, beat in self.last.items():
-            frozen = now - self.counts[rank][1] > self.frozen_after
-            if rank != own.rank and (frozen or beat.place < own.place):
-                behind.append(Late(beat, now - self.places[rank][1], frozen))
-        furthest = min((late.beat.place for late in behind), default=None)
-        return [late for late in behind if late.is_frozen or late.beat.place == furthest]
+            (_, beating_until), (_, same_place_since) = self.counts[rank], self.places[rank]
+            is_frozen = now - beating_until > self.frozen_after
+            if rank != own.rank and (is_frozen or beat.place < own.place):
+                behind.append(Late(beat, now - same_place_since, is_frozen))
+        slowest = min((late.beat.place for late in behind), default=None)
+        return [late for late in behind if late.is_frozen or late.beat.place == slowest]
 
 
-def margin(limit: int) -> float:
+def seconds_before_limit(limit: int) -> float:
     """Return by how many seconds before a time limit a waiting rank gives up, so that its report, which names the late
     rank, comes before torch's error."""
     return min(10, 0.1 * limit)

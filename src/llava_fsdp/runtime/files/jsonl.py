@@ -21,44 +21,44 @@ class RowWriter:
 
     def __init__(self, path: Path):
         self.path = path
-        self.waiting: list[str] = []
-        self.lost = 0
+        self.waiting_rows: list[str] = []
+        self.num_lost = 0
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row. If writing fails, up to MOST_WAITING rows are kept, and the oldest are dropped after that."""
-        failing = bool(self.waiting)
-        self.waiting.append(json.dumps(row) + "\n")
-        if len(self.waiting) > MOST_WAITING:
-            self.waiting.pop(0)
-            self.lost += 1
+        was_failing = bool(self.waiting_rows)
+        self.waiting_rows.append(json.dumps(row) + "\n")
+        if len(self.waiting_rows) > MOST_WAITING:
+            self.waiting_rows.pop(0)
+            self.num_lost += 1
         error = self.write()
-        if error is not None and not failing:
+        if error is not None and not was_failing:
             log().warning(
                 "%s cannot be written (%s); the run continues, and its rows wait in memory until then",
                 self.path, why(error, self.path),
             )  # fmt: skip
-        elif error is None and failing:
+        elif error is None and was_failing:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
         """Append the rows in memory: all or none, because a partial line would make the next row unreadable. Return the
         error, if there was one."""
-        if not self.waiting:
+        if not self.waiting_rows:
             return None
         try:
-            append(self.path, "".join(self.waiting).encode())
+            append(self.path, "".join(self.waiting_rows).encode())
         except OSError as error:
             return error
-        self.waiting.clear()
+        self.waiting_rows.clear()
         return None
 
     def close(self) -> None:
         """Append what is still in memory, and log a warning if any row is lost."""
         error = self.write()
-        if error is not None or self.lost:
-            lost = self.lost + len(self.waiting)
+        if error is not None or self.num_lost:
+            num_missing = self.num_lost + len(self.waiting_rows)
             reason = why(error, self.path) if error is not None else "too many waited"
-            log().warning("%s lacks %d rows, which could not be written: %s", self.path, lost, reason)
+            log().warning("%s lacks %d rows, which could not be written: %s", self.path, num_missing, reason)
 
 
 def append(path: Path, data: bytes) -> None:
@@ -67,12 +67,12 @@ def append(path: Path, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path, flags, 0o666)
     try:
-        before = os.fstat(handle).st_size
+        size_before = os.fstat(handle).st_size
         try:
             write_all(handle, memoryview(data))
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(handle, before)
+                os.ftruncate(handle, size_before)
             raise
     finally:
         with contextlib.suppress(OSError):  # on a network file system, closing may report a write's error again

@@ -10,7 +10,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors which mean that the disk or the user's quota is full."""
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 A_FILE = ", or a folder above it, is a file"
-MEANING = {
+MEANINGS = {
     errno.EROFS: " is mounted read-only",
     errno.ENOTDIR: A_FILE,
     errno.EEXIST: A_FILE,
@@ -27,14 +27,14 @@ def why(error: OSError, path: Path) -> str:
     """Explain an OSError: the system's reason, the path (`path` if the error names none) and, if known, what to do."""
     reason = error.strerror or str(error)
     if error.errno in FULL:
-        return f"{reason}: {full(path)}"
+        return f"{reason}: {full_disk(path)}"
     where = error.filename or path
     if error.errno in FORBIDDEN:
         return f"{reason}: {where} is not accessible to this user (uid {os.getuid()})"
-    return f"{reason}: {where}{MEANING.get(error.errno or 0, '')}"
+    return f"{reason}: {where}{MEANINGS.get(error.errno or 0, '')}"
 
 
-def full(path: Path) -> str:
+def full_disk(path: Path) -> str:
     """Return a message about the full disk of a path: whether inodes or bytes have run out."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
@@ -42,7 +42,7 @@ def full(path: Path) -> str:
     return f"the disk of {path} is full, {free} are free"
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the path if it exists, else its nearest parent folder that exists."""
     path = path.absolute()
     while not os.path.exists(path) and path != path.parent:
@@ -63,7 +63,8 @@ def free_inodes(path: Path) -> int | None:
 
 
 def statvfs(path: Path) -> os.statvfs_result | None:
+    """Return what the system says of a path's disk; None if it does not tell. The path need not exist."""
     try:
-        return os.statvfs(existing(path))
+        return os.statvfs(nearest_existing(path))
     except OSError:
         return None

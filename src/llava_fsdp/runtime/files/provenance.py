@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.runtime.errors import DamagedModel
-from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of_file, sealed, unsealed
+from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of_file, with_digest, without_digest
 from llava_fsdp.runtime.files.safe_load import SMALL, library_errors
 from llava_fsdp.runtime.files.small_json import Kinds, parse_object
 
@@ -40,7 +40,7 @@ KINDS: dict[str, Kinds] = {
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
 """Pattern for the path of a listed file, relative to its folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
-LOADED = (
+LOADED_NAMES = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json", "mm_projector.bin", "mm_projector.safetensors", "adapter_config.json",
     "adapter_model.safetensors", "adapter_model.bin", "non_lora_trainables.safetensors", "non_lora_trainables.bin",
@@ -72,7 +72,7 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with library_errors(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
         notes = parse_object(content, KINDS)
-        if not is_older(notes) and not is_accepted and unsealed(content) is None:
+        if not is_older(notes) and not is_accepted and without_digest(content) is None:
             raise DamagedModel(
                 f"{folder / NOTES} is not what was written: its digest of itself differs; {cure(folder, NOTES)}"
             )
@@ -106,12 +106,15 @@ def listed_digests(folder: Path) -> dict[str, Digest]:
 
 
 def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
+    """Return the size and digest of each file that a folder's notes list, by relative path. Raises DamagedModel if the
+    list is not one."""
     files = notes.get(FILES, {})
     with library_errors(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
-        return {checked_name(name): read_digest(folder / name, entry) for name, entry in files.items()}
+        return {require_relative(name): read_digest(folder / name, entry) for name, entry in files.items()}
 
 
-def checked_name(name: str) -> str:
+def require_relative(name: str) -> str:
+    """Return a listed path; raise ValueError if it may lead out of the folder."""
     if not RELATIVE.fullmatch(name):
         raise ValueError(f"{name[:200]!r} is not the path of a file in this folder")
     return name
@@ -142,7 +145,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
     files = files_of(notes, folder)
     check_sizes(folder, files)
     if notes and not is_older(notes):
-        refuse_strangers(folder, files)
+        refuse_added_files(folder, files)
     check_digests({folder / n: d for n, d in files.items() if largest is None or d.bytes <= largest}, folder)
 
 
@@ -162,12 +165,13 @@ def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
             )
 
 
-def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
-    strangers = [name for name in LOADED if name not in files and (folder / name).exists()]
-    if strangers:
+def refuse_added_files(folder: Path, files: Mapping[str, Digest]) -> None:
+    """Raise DamagedModel if a model folder has a file that its notes do not list and that programs would load."""
+    added = [name for name in LOADED_NAMES if name not in files and (folder / name).exists()]
+    if added:
         raise DamagedModel(
-            f"{folder / strangers[0]} is no file that was written here, and programs would load it with the files "
-            f"that were, or instead of them: take it out; {cure(folder, strangers[0])}"
+            f"{folder / added[0]} is no file that was written here, and programs would load it with the files "
+            f"that were, or instead of them: take it out; {cure(folder, added[0])}"
         )
 
 
@@ -198,14 +202,16 @@ def cure(folder: Path, name: str) -> str:
     return f"{again}, or, if you changed it on purpose, accept it: {command}"
 
 
-def seal(folder: Path, entries: Mapping[str, Any]) -> None:
+def write_sealed_notes(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write the notes into a model folder: `entries` (how the model was made), and the size and digest of every other
     file but `README.md`, which users may change."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    (folder / NOTES).write_bytes(render(entries, digests(folder, (n for n in names if n not in (NOTES, README)))))
+    (folder / NOTES).write_bytes(
+        render(entries, digests_of_files(folder, (n for n in names if n not in (NOTES, README))))
+    )
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
+def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
     """Return size and digest of each named file. Raises OSError if a file cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
@@ -215,5 +221,5 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 def render(entries: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
     """Return the content of the notes: a JSON object that ends with a digest of itself."""
     listed = {name: {"bytes": digest.bytes, "xxh128": digest.xxh128} for name, digest in files.items()}
-    plain = {key: value for key, value in entries.items() if key != DIGEST}
-    return sealed(json.dumps({**plain, FILES: listed}, indent=1).removesuffix("\n}").encode())
+    entries_without_digest = {key: value for key, value in entries.items() if key != DIGEST}
+    return with_digest(json.dumps({**entries_without_digest, FILES: listed}, indent=1).removesuffix("\n}").encode())

@@ -36,24 +36,24 @@ from llava_fsdp.runtime.text.log import log
 LOCK_FILE = ".lock"
 BEGUN_FILE = ".begun"
 """Name of the file that records at which step a run has begun."""
-WRITTEN = frozenset({
+WRITTEN_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "expert_load.json",
 })  # fmt: skip
 """Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
 or of another kind."""
-REPLACED = frozenset({
+REPLACED_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", ".heartbeats", "stacks",
 })  # fmt: skip
-"""Those of `WRITTEN` that each start replaces. A run that starts over moves all others away."""
-FOLDERS = frozenset({".heartbeats", "stacks", "checkpoints", "export", "adapter", "tensorboard", "profile"})
-"""Those of `WRITTEN` that are folders."""
+"""Those of `WRITTEN_NAMES` that each start replaces. A run that starts over moves all others away."""
+FOLDER_NAMES = frozenset({".heartbeats", "stacks", "checkpoints", "export", "adapter", "tensorboard", "profile"})
+"""Those of `WRITTEN_NAMES` that are folders."""
 LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
 BEGUN_KINDS: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
-HANDOVER = 30
+HANDOVER_SECONDS = 30
 """Seconds that rank 0, restarted by torchrun, waits for its previous process to release the lock."""
-CLAIMING = 15
+CLAIMING_SECONDS = 15
 """Seconds that the other ranks wait until rank 0 has locked the run's folder."""
 
 FOLDER = "checkpoints"
@@ -61,7 +61,7 @@ NAME = re.compile(r"step-(\d{6,})")
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
+def claiming_folder(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
     """Context manager that creates and locks the run's folder on rank 0, and writes the status "running" into it.
 
     The other ranks wait for rank 0: if another run uses the folder, no rank may write into it.
@@ -98,7 +98,7 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
             refuse_other_kinds(folder)
             handle = open_lock(folder)
             at_end.callback(os.close, handle)
-            lock(handle, folder)
+            lock_folder(handle, folder)
             warn_of_killed(folder)
             drop_stale_failure(folder)
             before = previous_status(folder, is_claiming=True)
@@ -112,12 +112,13 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
 
 
 def open_lock(folder: Path) -> int:
+    """Open the lock file of a run's folder, or create it; return its descriptor."""
     return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def refuse_links(folder: Path) -> None:
     """Raise ConfigError if a symbolic link has the name of a file or folder that a run writes."""
-    links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
+    links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN_NAMES and entry.is_symlink())
     if links:
         raise ConfigError(
             f"output_dir={folder} has links where a run writes: {', '.join(links)}. A run renames and replaces what is "
@@ -130,8 +131,8 @@ def refuse_other_kinds(folder: Path) -> None:
     """Raise ConfigError if an entry of the folder has the name of a file that a run writes but is not a regular file,
     or has the name of a folder but is not a folder. Opening a pipe would wait for its other end."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name in WRITTEN and not (entry.is_dir() if entry.name in FOLDERS else entry.is_file()):
-            kind = "folder" if entry.name in FOLDERS else "regular file"
+        if entry.name in WRITTEN_NAMES and not (entry.is_dir() if entry.name in FOLDER_NAMES else entry.is_file()):
+            kind = "folder" if entry.name in FOLDER_NAMES else "regular file"
             raise ConfigError(
                 f"output_dir={folder}: {entry.name} is not a {kind}, and a run writes one there; remove it, or give "
                 "another folder"
@@ -139,7 +140,7 @@ def refuse_other_kinds(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def restored_umask() -> Iterator[None]:
+def restoring_umask() -> Iterator[None]:
     """Context manager that restores the process's umask at its end."""
     before = os.umask(0o077)
     os.umask(before)
@@ -157,17 +158,17 @@ def make_run_folder(folder: Path, private: bool) -> None:
 
 
 def await_claim(folder: Path) -> None:
-    """Wait up to `CLAIMING` seconds until rank 0 of this launch of torchrun has locked the run's folder."""
-    until = time.monotonic() + CLAIMING
+    """Wait up to `CLAIMING_SECONDS` seconds until rank 0 of this launch of torchrun has locked the run's folder."""
+    until = time.monotonic() + CLAIMING_SECONDS
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK_KINDS) or {}).get("launch") == launch_id():
             return
         time.sleep(0.05)
 
 
-def lock(handle: int, folder: Path) -> None:
-    """Lock the run's folder, waiting HANDOVER seconds for an earlier start of the same launch to release it."""
-    until = time.monotonic() + HANDOVER
+def lock_folder(handle: int, folder: Path) -> None:
+    """Lock the run's folder, waiting HANDOVER_SECONDS seconds for an earlier start of the same launch to release it."""
+    until = time.monotonic() + HANDOVER_SECONDS
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +176,7 @@ def lock(handle: int, folder: Path) -> None:
         except (BlockingIOError, PermissionError):
             holder = holder_of(handle)
             if holder.get("launch") is None or holder.get("launch") != launch_id() or time.monotonic() > until:
-                raise in_use(folder, holder) from None
+                raise folder_in_use(folder, holder) from None
             time.sleep(0.1)
         except OSError as error:  # the file system does not support locks
             log().warning("output_dir=%s cannot be locked (%s): make sure that no second run uses it", folder, error)
@@ -183,7 +184,9 @@ def lock(handle: int, folder: Path) -> None:
     sign_lock(handle)
 
 
-def in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
+def folder_in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
+    """Return the error to raise if a run's folder is locked; `holder` is the lock file's content, which may be
+    empty."""
     return FolderInUse(
         f"output_dir={folder} belongs to a run that is under way: process {holder.get('pid', '?')} on "
         f"{holder.get('host', '?')}, since {holder.get('since', '?')}; wait for it, stop it, or give another folder"
@@ -193,7 +196,7 @@ def in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
 def refuse_in_use(folder: Path) -> None:
     """Raise FolderInUse if another process has locked the run's folder. Does not lock it."""
     if (holder := held_by(folder)) is not None:
-        raise in_use(folder, holder)
+        raise folder_in_use(folder, holder)
 
 
 def sign_lock(handle: int) -> None:
@@ -205,6 +208,8 @@ def sign_lock(handle: int) -> None:
 
 
 def holder_of(handle: int) -> dict[str, Any]:
+    """Return which process has locked a run's folder, from the open lock file; empty if its content is not as
+    written."""
     try:
         return parse_object(os.pread(handle, 4096, 0), LOCK_KINDS)
     except BadJson:
@@ -304,6 +309,7 @@ def begun_at(folder: Path, resume: str) -> int | None:
 
 
 def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:06d}"
 
 

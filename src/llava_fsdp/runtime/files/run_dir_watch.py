@@ -13,7 +13,7 @@ from llava_fsdp.runtime.files.run_dir import LOCK_FILE, make_run_folder, open_lo
 from llava_fsdp.runtime.files.status_file import put_status
 from llava_fsdp.runtime.text.log import log
 
-AGAIN = 0.2
+AGAIN_SECONDS = 0.2
 """Seconds until a missing folder is looked for again, because a network file system may show a folder late."""
 
 
@@ -52,14 +52,15 @@ class RunDirLock:
         """
         with self.one_at_a_time:
             try:
-                place = self.find_folder()
+                folder_now = self.find_folder()
                 with contextlib.suppress(OSError):
-                    if (place, identity(os.lstat(self.folder / LOCK_FILE))) == (self.place, self.lock_place):
+                    lock_now = identity(os.lstat(self.folder / LOCK_FILE))
+                    if (folder_now, lock_now) == (self.folder_identity, self.lock_identity):
                         return None
-                return self.check_content(place)
+                return self.check_content(folder_now)
             except (FileNotFoundError, NotADirectoryError):
                 with contextlib.suppress(OSError):
-                    is_same = os.stat(self.folder.absolute().parent).st_dev == self.place[0]
+                    is_same = os.stat(self.folder.absolute().parent).st_dev == self.folder_identity[0]
                     return FolderChange("was deleted or moved away", can_be_remade=is_same)
                 return FolderChange("is gone, with the folder around it")
             except OSError:  # the next write into the folder reports what is wrong
@@ -70,13 +71,13 @@ class RunDirLock:
         try:
             return identity(os.stat(self.folder))
         except FileNotFoundError:
-            time.sleep(AGAIN)
+            time.sleep(AGAIN_SECONDS)
             return identity(os.stat(self.folder))
 
-    def check_content(self, place: tuple[int, int]) -> FolderChange | None:
+    def check_content(self, folder_now: tuple[int, int]) -> FolderChange | None:
         """Return what happened to the folder, by the content of its lock file, which is locked again; None if it is
-        still this run's. `place`: identity of the folder that is now at the run's path."""
-        if place != self.place and not self.has_own_content():
+        still this run's. `folder_now`: identity of the folder that is now at the run's path."""
+        if folder_now != self.folder_identity and not self.has_own_content():
             return FolderChange("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):  # `lock_again` would refuse to open it
             os.unlink(self.folder / LOCK_FILE)
@@ -134,8 +135,9 @@ class RunDirLock:
             self.remember()
 
     def remember(self) -> None:
+        """Record the content of the lock file, and which folder and which lock file are now this run's."""
         self.content = os.pread(self.handle, 4096, 0)
-        self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
+        self.folder_identity, self.lock_identity = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
     def warn(self, text: str) -> None:
         """Log a warning, but only the first: every check may find its cause again."""
@@ -145,4 +147,5 @@ class RunDirLock:
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
+    """Return (device, inode) of a file or folder, by its status."""
     return status.st_dev, status.st_ino

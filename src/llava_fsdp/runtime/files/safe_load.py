@@ -85,8 +85,8 @@ def library_errors(what: str, error: type[LlavaFsdpError] = ModelError) -> Itera
     except LlavaFsdpError:
         raise
     except BaseException as problem:
-        panic = type(problem).__name__ == "PanicException"  # raised by Rust libraries, not a subclass of Exception
-        if not isinstance(problem, Exception) and not panic:
+        is_panic = type(problem).__name__ == "PanicException"  # raised by Rust libraries, not a subclass of Exception
+        if not isinstance(problem, Exception) and not is_panic:
             raise
         why = " ".join(str(problem).split())[:500]
         raise error(f"{what} ({type(problem).__name__}: {why})") from problem
@@ -105,8 +105,8 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 def file_beside(path: Path, name: object) -> Path:
     """Return the path of the file `name`, which the file `path` (such as an index of weights) names, in the same
     folder. Raise ModelError if `name` is not a plain file name, so that it could lead out of the folder."""
-    plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
-    if not plain:
+    is_plain_name = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
+    if not is_plain_name:
         raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")
     return path.parent / str(name)
 

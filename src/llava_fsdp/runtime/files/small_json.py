@@ -30,21 +30,25 @@ def parse(content: bytes | str) -> Any:
     """Parse strict JSON in UTF-8: no NaN, no infinity (such as 1e999), no repeated keys. Raises BadJson."""
     try:
         text = content.decode() if isinstance(content, bytes) else content
-        return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique)
+        return json.loads(
+            text, parse_constant=parse_finite, parse_float=parse_finite, object_pairs_hook=require_unique_keys
+        )
     except RecursionError as error:
         raise BadJson("it is nested too deeply") from error
     except ValueError as error:
         raise BadJson(f"it is not JSON: {error}") from error
 
 
-def finite(text: str) -> float:
+def parse_finite(text: str) -> float:
+    """Parse a number of JSON; raise ValueError if it is not finite: `NaN`, `Infinity`, or one as large as 1e999."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:50]} is not a finite number")
     return number
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object from its (key, value) pairs; raise ValueError if a key is repeated."""
     by_key = dict(pairs)
     if len(by_key) != len(pairs):
         raise ValueError("a key is repeated")
@@ -68,17 +72,17 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
     return parsed
 
 
-def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
+def require_kinds(parsed: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
     """Check a parsed JSON value as `parse_object` does, and return it. Raises BadJson, which names the wrong key."""
-    if not isinstance(found, dict):
-        raise BadJson(f"it holds a {type(found).__name__}, not an object")
+    if not isinstance(parsed, dict):
+        raise BadJson(f"it holds a {type(parsed).__name__}, not an object")
     for key, allowed in kinds.items():
-        value = found.get(key)
+        value = parsed.get(key)
         is_allowed = type(value) in allowed or (type(value) is int and float in allowed)
         if not is_allowed or (type(value) is int and abs(value) >= 1 << 63):
             wanted = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
             raise BadJson(f"its {key!r} is not {wanted}")
-    return found
+    return parsed
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.runtime.exit_codes import ENDINGS, Ending
-from llava_fsdp.runtime.files.durable_files import create, replace_file
+from llava_fsdp.runtime.files.durable_files import open_new, replace_file
 from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object, require_kinds
-from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, started
+from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, start_time
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, secrets_of
 
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
 """Name of the failure report: which rank failed first, and why. Only that rank writes it."""
-RESERVED = 4096
+RESERVED_BYTES = 4096
 """Bytes to which `run_status.json` is padded, so that the run's end can be written into it even on a full disk."""
 LONGEST_REASON = 1000
 """Maximum number of characters kept of the reason why the previous start ended."""
@@ -43,7 +43,7 @@ STATUS_KINDS: dict[str, Kinds] = {
 FAILURE_KINDS: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
-PATIENCE = 2
+PATIENCE_SECONDS = 2
 """Seconds that a rank which lost contact waits for another rank's failure report before it ends itself: torchrun
 reports the rank that ends first as the cause."""
 
@@ -70,19 +70,21 @@ def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] |
     neither a step nor the run are passed over. None if there is no such start, or if the current start has finished a
     step. `is_claiming`: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
     start."""
-    last = read_status(folder)
-    if last is None:
+    last_status = read_status(folder)
+    if last_status is None:
         return None
-    status, before = last.get("status"), last.get("before")
+    status, before = last_status.get("status"), last_status.get("before")
     if isinstance(before, dict) and status != "done":
         return before
-    if is_without_end(last):
-        is_current = last.get("pid") == os.getpid() if launch_id() is None else last.get("launch") == launch_id()
+    if is_without_end(last_status):
+        is_current = (
+            last_status.get("pid") == os.getpid() if launch_id() is None else last_status.get("launch") == launch_id()
+        )
         if is_current and not is_claiming:
             return None
         status = KILLED
-    entries = {name: value for name, value in last.items() if name not in ("before", "refused")}
-    return {**entries, "status": status, "reason": str(last.get("reason") or "")[:LONGEST_REASON]}
+    entries = {name: value for name, value in last_status.items() if name not in ("before", "refused")}
+    return {**entries, "status": status, "reason": str(last_status.get("reason") or "")[:LONGEST_REASON]}
 
 
 def mark_stepped(folder: Path) -> None:
@@ -127,10 +129,10 @@ def put_status(
         content["before"] = before
     text, path = (json.dumps(content) + "\n").encode(), folder / STATUS_FILE
     try:
-        replace_file(path, text.ljust(RESERVED), mode_of(path) if mode is None else mode)
+        replace_file(path, text.ljust(RESERVED_BYTES), mode_of(path) if mode is None else mode)
     except OSError:
         size = path.lstat().st_size
-        if size < max(RESERVED, len(text)):
+        if size < max(RESERVED_BYTES, len(text)):
             raise
         handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "wb") as file:  # overwriting needs no free space on the disk
@@ -147,6 +149,8 @@ def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def mode_of(path: Path) -> int:
+    """Return the permissions of a file, so that the file that replaces it has the same. If they cannot be read, such as
+    of a file that does not exist, return those that let only its owner read and write it."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -197,17 +201,17 @@ def start_of(folder: Path) -> str:
 
 def drop_stale_failure(folder: Path) -> None:
     """Remove a failure report that an earlier start of the run wrote, or that cannot be read."""
-    unreadable = None
+    unreadable_error = None
     try:
         if failure_of(folder)["incarnation"] == start_of(folder):
             return
     except MissingJson:
         return
     except BadJson as error:
-        unreadable = error
+        unreadable_error = error
     (folder / FIRST_FAILURE).unlink(missing_ok=True)
-    if unreadable is not None:
-        log().warning("%s; it has been removed", unreadable)
+    if unreadable_error is not None:
+        log().warning("%s; it has been removed", unreadable_error)
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
@@ -229,6 +233,7 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
+    """Wait up to `seconds` for the failure report of the current start; return it, or None if there is none."""
     until = time.monotonic() + seconds
     while (failure := first_failure(folder)) is None and time.monotonic() < until:
         time.sleep(0.05)
@@ -256,8 +261,8 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     is_done = ending.name == "done"
     if is_absent(folder) or (is_done and rank != 0):
         return None
-    if ending.name == "communication" and (first := await_first_failure(folder, PATIENCE)) is not None:
-        return first
+    if ending.name == "communication" and (first_report := await_first_failure(folder, PATIENCE_SECONDS)) is not None:
+        return first_report
     culprit = {"rank": rank, "host": socket.gethostname()} if not is_done else {}
     if ending.name == "config" and (key := re.match(r"([a-z_0-9]+(?:\.[a-z_0-9]+)*)=", outcome.reason)):
         culprit["key"] = key[1]
@@ -265,8 +270,8 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     status = ending.name if ending.name in ("done", "stopped", "interrupted") else "failed"
     with log_write_errors(folder / FIRST_FAILURE):
         if not is_done and not write_first_failure(folder, outcome):
-            first = first_failure(folder)
-            return first if first and first["rank"] != rank else None
+            first_report = first_failure(folder)
+            return first_report if first_report and first_report["rank"] != rank else None
     with log_write_errors(folder / STATUS_FILE):
         put_status(folder, status, outcome, before=previous_status(folder))
     return None
@@ -302,7 +307,7 @@ def write_first_failure(folder: Path, outcome: Outcome) -> bool:
     except FileExistsError:
         return False
     except OSError:  # a file system without hard links
-        with contextlib.suppress(FileExistsError), create(path, mode) as file:
+        with contextlib.suppress(FileExistsError), open_new(path, mode) as file:
             file.write(text)
             return True
         return False
@@ -316,7 +321,7 @@ def is_of_this_launch(record: dict[str, Any]) -> bool:
     current launch of torchrun, before or after a restart of the ranks."""
     if launch_id() is None or record.get("launch") != launch_id():
         return False
-    return (record.get("time") or 0.0) >= started(os.getppid())  # an older record is from a job of the same name
+    return (record.get("time") or 0.0) >= start_time(os.getppid())  # an older record is from a job of the same name
 
 
 def final_status(folder: Path) -> dict[str, Any] | None:

@@ -43,9 +43,9 @@ class RankGuard:
         environment = dict(os.environ)
         if (launch := launch_id()) is not None:  # the guard cannot find it out: its parent process is not torchrun
             environment["TORCHELASTIC_RUN_ID"] = launch
-        given = {"folder": str(folder.absolute()), "rank": rank, "pid": os.getpid(), "peers": list(peers.items())}
+        arguments = {"folder": str(folder.absolute()), "rank": rank, "pid": os.getpid(), "peers": list(peers.items())}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llava_fsdp.runtime.process.guard", json.dumps(given)],
+            [sys.executable, "-P", "-m", "llava_fsdp.runtime.process.guard", json.dumps(arguments)],
             stdin=subprocess.PIPE,
             env=environment,
             start_new_session=True,  # Ctrl-C in the terminal must not end it
@@ -61,6 +61,7 @@ class RankGuard:
             os.write(self.pipe, f"{seconds}\n".encode())
 
     def close(self) -> None:
+        """End the guard: it ends when its input does."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -84,50 +85,54 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
     for other in peers:
         with contextlib.suppress(OSError):
             peer_of[os.pidfd_open(other[1])] = other
-    heard = last = time.monotonic()
-    allowed = float("inf")
-    lost, lost_at = "", float("inf")
+    heard_at = last_turn = time.monotonic()
+    allowed = float("inf")  # seconds of silence
+    lost_peer, lost_at = "", float("inf")  # how another rank has ended, and when this was noticed
     while True:
         poll = select.poll()
-        for handle in (0, rank_handle, *(() if lost else peer_of)):
+        for handle in (0, rank_handle, *(() if lost_peer else peer_of)):
             poll.register(handle, select.POLLIN)
         events = [handle for handle, _ in poll.poll(1000)]
         now = time.monotonic()
-        if now - last > STOPPED:  # the whole job was stopped and goes on, as after `scontrol suspend`
-            heard += now - last
-        last = now
+        if now - last_turn > STOPPED:  # the whole job was stopped and goes on, as after `scontrol suspend`
+            heard_at += now - last_turn
+        last_turn = now
         if rank_handle in events:
             return
         if 0 in events:
             if not (text := os.read(0, 1 << 16)):
                 return  # the rank has closed its guard
             # each sign of life is the number of seconds until the next one must come
-            heard, allowed = now, float(text.split()[-1])
+            heard_at, allowed = now, float(text.split()[-1])
         for handle in events:
             if handle in peer_of:
                 other, process = peer_of[handle]
-                lost = f"rank {other} (process {process} on {socket.gethostname()}) {ending_of(handle, process)}"
+                lost_peer = f"rank {other} (process {process} on {socket.gethostname()}) {ending_of(handle, process)}"
                 lost_at = now
-        silent = now - heard
+        silent_seconds = now - heard_at
         # either the rank hangs, or another rank has ended and this one does not end itself
-        if silent > allowed or (silent > SILENT and now - lost_at > GRACE):
-            return end(folder, rank, rank_handle, lost, silent)
+        if silent_seconds > allowed or (silent_seconds > SILENT and now - lost_at > GRACE):
+            return kill_rank(folder, rank, rank_handle, lost_peer, silent_seconds)
 
 
-def end(folder: Path, rank: int, pidfd: int, lost: str, silent: float) -> None:
+def kill_rank(folder: Path, rank: int, pidfd: int, lost_peer: str, silent_seconds: float) -> None:
     """Record why the rank is killed, unless a rank has already failed, and kill it.
 
     Args:
         pidfd: file descriptor of its process.
-        lost: how another rank on this machine has ended; empty if none has.
-        silent: seconds since the rank's last sign of life.
+        lost_peer: how another rank on this machine has ended; empty if none has.
+        silent_seconds: seconds since the rank's last sign of life.
     """
-    reason = f"rank {rank} on {socket.gethostname()} has not answered for {silent:.0f} seconds: a call, such as the "
+    reason = (
+        f"rank {rank} on {socket.gethostname()} has not answered for {silent_seconds:.0f} seconds: a call, such as the "
+    )
     reason += "launch of a kernel on the GPU, does not return"
     try:
         if first_failure(folder) is None:
-            write_ending(folder, Outcome(ENDINGS["communication"], lost or reason, {} if lost else {"rank": rank}))
-        print(f"error: {lost + '; ' if lost else ''}{reason}; it is killed", file=sys.stderr, flush=True)
+            write_ending(
+                folder, Outcome(ENDINGS["communication"], lost_peer or reason, {} if lost_peer else {"rank": rank})
+            )
+        print(f"error: {lost_peer + '; ' if lost_peer else ''}{reason}; it is killed", file=sys.stderr, flush=True)
     finally:  # also if the folder or the terminal is gone
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 

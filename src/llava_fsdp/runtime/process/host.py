@@ -59,11 +59,11 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
     """Read the limits. `proc` and `root` are where the file systems proc and cgroup are mounted."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
-        for line in (text_of(proc / "meminfo") or "").splitlines()
+        for line in (read_kernel_file(proc / "meminfo") or "").splitlines()
         if len(line.split()) > 1
     }
     page = os.sysconf("SC_PAGE_SIZE")
-    groups = cgroups(text_of(proc / "self/cgroup") or "", root)
+    groups = cgroups(read_kernel_file(proc / "self/cgroup") or "", root)
     limits = [(limit, used_of(group)) for group in groups if (limit := limit_of(group)) is not None]
     # of several groups, the one that leaves the least memory
     limit, used = min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
@@ -84,7 +84,7 @@ def cpu_has_bf16(proc: Path = Path("/proc"), environment: Mapping[str, str] = os
     macOS."""
     if environment.get("ONEDNN_MAX_CPU_ISA", "").upper() in ISA_WITHOUT_BF16:
         return False
-    lines = (line.partition(":") for line in (text_of(proc / "cpuinfo") or "").splitlines())
+    lines = (line.partition(":") for line in (read_kernel_file(proc / "cpuinfo") or "").splitlines())
     features = [set(value.split()) for key, _, value in lines if key.strip() in ("flags", "Features")]
     return bool(features) and all(of_core & BF16_FEATURES for of_core in features)
 
@@ -121,36 +121,36 @@ def cgroups(listed: str, root: Path) -> list[Path]:
 
 def limit_of(group: Path) -> int | None:
     """Return the bytes of memory that a cgroup of version 2 or 1 may use; None: no limit."""
-    limits = (integer(text_of(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
+    limits = (parse_integer(read_kernel_file(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
     return next((limit for limit in limits if limit is not None and limit < UNLIMITED), None)
 
 
 def used_of(group: Path) -> int:
     """Return the bytes of memory that a cgroup uses, without the file cache, which the kernel frees when needed."""
-    counts = (integer(text_of(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
+    counts = (parse_integer(read_kernel_file(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
     current = next((count for count in counts if count is not None), 0)
-    lines = (text_of(group / "memory.stat") or "").splitlines()
-    stat = {name: integer(count) or 0 for name, _, count in (line.partition(" ") for line in lines)}
+    lines = (read_kernel_file(group / "memory.stat") or "").splitlines()
+    stat = {name: parse_integer(count) or 0 for name, _, count in (line.partition(" ") for line in lines)}
     return max(0, current - stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
 def quota_of(group: Path) -> float | None:
     """Return the number of cores that a cgroup may keep busy (CPU time per period); None: no limit."""
-    words = (text_of(group / "cpu.max") or "").split()
+    words = (read_kernel_file(group / "cpu.max") or "").split()
     if len(words) != 2:
-        words = [text_of(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
-    quota, period = (integer(word) for word in words)
+        words = [read_kernel_file(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+    quota, period = (parse_integer(word) for word in words)
     return quota / period if quota is not None and period and quota > 0 else None
 
 
-def integer(text: str | None) -> int | None:
+def parse_integer(text: str | None) -> int | None:
     try:
         return int(text or "")
     except ValueError:
         return None
 
 
-def text_of(path: Path) -> str | None:
+def read_kernel_file(path: Path) -> str | None:
     """Return the content of a file of the kernel (/proc, /sys); None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()

@@ -30,8 +30,8 @@ def importing() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if (explained := broken_package(error)) is not None:
-            raise explained from error
+        if (explanation := broken_package(error)) is not None:
+            raise explanation from error
         raise
     finally:
         gc.freeze()
@@ -41,19 +41,19 @@ def importing() -> Iterator[None]:
 def broken_package(error: ImportError) -> ConfigError | None:
     """Return a ConfigError that names the package which cannot be imported; None if a module of this project raised
     `error`."""
-    first: BaseException = error
-    while isinstance(first.__cause__, Exception):  # transformers raises errors of its own from the first one
-        first = first.__cause__
-    frames = [frame for frame, _ in traceback.walk_tb(first.__traceback__)]
-    if not isinstance(first, ImportError):  # raised in another package, which the module that failed has called
+    first_error: BaseException = error
+    while isinstance(first_error.__cause__, Exception):  # transformers raises errors of its own from the first one
+        first_error = first_error.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(first_error.__traceback__)]
+    if not isinstance(first_error, ImportError):  # raised in another package, which the module that failed has called
         frames = [frame for frame in frames if frame.f_code.co_name == "<module>"]
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     package = next((name.partition(".")[0] for name in reversed(modules) if not name.startswith("importlib")), "")
     if package in ("", "__main__", "llava_fsdp"):
         return None
     return ConfigError(
-        f"the package {package} is installed and cannot be imported: {first}; install it again (python -m pip install "
-        f"--force-reinstall --no-deps {package}), or remove it if no key of the configuration needs it"
+        f"the package {package} is installed and cannot be imported: {first_error}; install it again (python -m pip "
+        f"install --force-reinstall --no-deps {package}), or remove it if no key of the configuration needs it"
         + build_of(package)
     )
 

@@ -63,12 +63,12 @@ class LimitedProcess:
     def __call__(self, request: dict[str, Any]) -> Answer:
         """Return the answer to a request, which must be valid JSON. Raises LimitBroken."""
         with self._lock:
-            used = self._owner == os.getpid() and self._process is not None
+            is_used = self._owner == os.getpid() and self._process is not None
             try:
                 try:
                     return self._ask(request)
                 except MemoryBroken:
-                    if not used:
+                    if not is_used:
                         raise
                     self._end()  # what earlier requests left behind may have taken the memory
                     return self._ask(request)
@@ -123,7 +123,7 @@ class LimitedProcess:
         )  # fmt: skip
         assert process.stdout is not None
         self._process, self._owner = process, os.getpid()
-        weakref.finalize(self, end, process, self._owner)
+        weakref.finalize(self, end_process, process, self._owner)
         try:
             receive(process.stdout, time.monotonic() + START_SECONDS)
         except (EOFError, TimeoutError) as error:
@@ -136,7 +136,7 @@ class LimitedProcess:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            end(process, self._owner)
+            end_process(process, self._owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LimitedProcess, (self.make, self.seconds, self.memory)
@@ -146,7 +146,7 @@ class MemoryBroken(LimitBroken):
     """A request needed more memory than its process may take."""
 
 
-def end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+def end_process(process: "subprocess.Popen[bytes]", owner: int) -> None:
     """End a process, unless this is a forked copy of the one that started it (`owner`, its process id)."""
     if os.getpid() == owner:
         process.kill()
@@ -157,6 +157,7 @@ def end(process: "subprocess.Popen[bytes]", owner: int) -> None:
 
 
 def send(pipe: IO[bytes], head: dict[str, Any], content: bytes) -> None:
+    """Write a message: a JSON object, and bytes. `receive` reads it on the other side."""
     text = json.dumps(head).encode()
     pipe.write(HEAD.pack(len(text), len(content)) + text)
     pipe.write(content)
@@ -196,22 +197,22 @@ def serve(name: str, seconds: int, memory: int) -> None:
     """Answer the requests of the parent process until it ends or closes the pipe. `name` is `module:function` of the
     function that makes the work; `seconds` and `memory` are as in `LimitedProcess`."""
     requests, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
-    silent = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # what a library prints is no answer
-        os.dup2(silent, number)
+        os.dup2(null_device, number)
     module, _, function = name.partition(":")
     work: Work = getattr(importlib.import_module(module), function)()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm", encoding="ascii") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    limit(resource.RLIMIT_AS, now + memory * MiB)
-    os.dup2(silent, 2)  # errors from here on are those of requests, and are not shown
+        present_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    set_limit(resource.RLIMIT_AS, present_bytes + memory * MiB)
+    os.dup2(null_device, 2)  # errors from here on are those of requests, and are not shown
     send(answers, {}, b"")
     while True:
         try:
             request, _ = receive(requests)
-            used = int(time.process_time())
-            limit(resource.RLIMIT_CPU, used + 1 + seconds)
+            used_seconds = int(time.process_time())
+            set_limit(resource.RLIMIT_CPU, used_seconds + 1 + seconds)
             head, content = work(request)
             send(answers, head, content)
         except EOFError:
@@ -220,10 +221,10 @@ def serve(name: str, seconds: int, memory: int) -> None:
             os._exit(MEMORY_BROKEN)
 
 
-def limit(kind: int, value: int) -> None:
+def set_limit(kind: int, value: int) -> None:
     """Set a limit of the module `resource`, or the largest one that the user may set (`ulimit -H`)."""
-    _, most = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+    _, hard_limit = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit), hard_limit))
 
 
 if __name__ == "__main__":

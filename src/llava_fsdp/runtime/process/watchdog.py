@@ -33,13 +33,13 @@ from llava_fsdp.runtime.files.heartbeat import (
     Phase,
     Watcher,
     beat_age,
-    margin,
     put_beat,
     read_beat,
+    seconds_before_limit,
 )
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.status_file import (
-    PATIENCE,
+    PATIENCE_SECONDS,
     Outcome,
     first_failure,
     log_write_errors,
@@ -136,7 +136,7 @@ class Watchdog:
         self.saves_taken = 0
         self.step = 0
         self.phase = Phase.LOADING
-        self.stepping = False
+        self.is_in_steps = False
         """Whether a step has been finished and more will come. A signal to stop then takes effect at the end of a
         step."""
         self.has_stepped = False
@@ -145,13 +145,13 @@ class Watchdog:
         """Number of heartbeats written."""
         self.place: tuple[int, int, int] = (0, 0, 0)
         """Progress at the last heartbeat, as in `Beat.place`."""
-        self.since = time.monotonic()
+        self.progress_at = time.monotonic()
         """Time of the last progress, by the monotonic clock."""
-        self.warned = 0.0
+        self.warned_at = 0.0
         """Time of the last warning about late ranks, by the monotonic clock."""
-        self.dumped = False
+        self.has_dumped_stacks = False
         """Whether the stack traces have been written since the last progress."""
-        self.failed = False
+        self.watching_failed = False
         """Whether watching the other ranks has failed, which is reported only once."""
         self.peers: dict[int, tuple[int, int]] = {}
         """The other ranks on this machine: pidfd -> (rank, process id)."""
@@ -168,12 +168,13 @@ class Watchdog:
         self.step = self.step if step is None else step
 
     def wants_stop(self) -> bool:
+        """Return whether a signal has requested a stop."""
         return bool(self.stop)
 
     def wants_save(self) -> bool:
         """Return whether SIGUSR1 has come since the last call."""
-        before, self.saves_taken = self.saves_taken, self.saves
-        return self.saves_taken > before
+        taken_before, self.saves_taken = self.saves_taken, self.saves
+        return self.saves_taken > taken_before
 
     def wants_stop_soon(self) -> bool:
         """Return whether a stop is requested now or within `SIGNAL_DELAY` seconds. To be called when a child process,
@@ -192,22 +193,22 @@ class Watchdog:
         try:
             yield
         finally:
-            self.stepping = False  # `step_done` has set it at the end of the first step
+            self.is_in_steps = False  # `step_done` has set it at the end of the first step
 
     def step_done(self) -> None:
         """Note the end of a training step. From the first one on, a signal to stop takes effect at the end of a
         step."""
-        if not self.stepping and self.is_entered and self.rank == 0:
+        if not self.is_in_steps and self.is_entered and self.rank == 0:
             with contextlib.suppress(OSError):
                 mark_stepped(self.folder)
         now = time.monotonic()
-        if self.stepping:
+        if self.is_in_steps:
             self.longest_step = max(self.longest_step, now - self.stepped_at)
-        self.stepping, self.has_stepped, self.stepped_at = True, True, now
+        self.is_in_steps, self.has_stepped, self.stepped_at = True, True, now
 
     def __enter__(self) -> Self:
         """Start the thread and handle signals; raise StorageError if the output folder cannot be written."""
-        self.ending = threading.Event()
+        self.is_ending = threading.Event()
         self.lost_peer = False
         self.pipe = os.pipe()
         for end in self.pipe:
@@ -234,7 +235,7 @@ class Watchdog:
         """End the thread, and write a last heartbeat. After a communication error, ranks that do not report are
         killed."""
         self.lost_peer = isinstance(error, CommunicationError)
-        self.ending.set()
+        self.is_ending.set()
         os.write(self.pipe[1], b"\0")
         # joined before the signal handlers are restored: torchrun's SIGTERM must not interrupt the last report
         self.thread.join()
@@ -283,22 +284,22 @@ class Watchdog:
     @property
     def silence(self) -> float:
         """Seconds that the watchdog's thread may stand still from now on, before this rank counts as stuck."""
-        if self.longest_step and self.stepping and self.phase in TOGETHER:
+        if self.longest_step and self.is_in_steps and self.phase in TOGETHER:
             return min(self.limit, max(SHORTEST_SILENCE, SILENT_STEPS * self.longest_step))
         return self.limit
 
     def watch(self) -> None:
-        """Body of the thread: handle signals, and call `beat` every `BEAT` seconds, until `ending` is set."""
+        """Body of the thread: handle signals, and call `beat` every `BEAT` seconds, until `is_ending` is set."""
         next_beat = 0.0
-        while not self.ending.is_set():
+        while not self.is_ending.is_set():
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT
                 try:
                     self.beat()
                 except Exception:  # the thread goes on, because signals must still be handled
-                    if not self.failed:
+                    if not self.watching_failed:
                         log().warning("the other ranks are not watched: %s", traceback.format_exc())
-                    self.failed = True
+                    self.watching_failed = True
             self.wait(max(0.0, next_beat - time.monotonic()))
         if self.lost_peer:
             # the main thread got an error first, but only this thread finds out which rank ended and how
@@ -312,7 +313,7 @@ class Watchdog:
             for handle in self.peers:
                 poll.register(handle, select.POLLIN)
         events = [handle for handle, _ in poll.poll(1000 * seconds)]
-        if self.ending.is_set() and not self.lost_peer:
+        if self.is_ending.is_set() and not self.lost_peer:
             return
         for handle in events:
             if handle in self.peers and self.size > 1:
@@ -325,7 +326,7 @@ class Watchdog:
     @property
     def leaves_signals(self) -> bool:
         """Whether the watchdog's thread does nothing at a signal to stop, as `on_signal` gives it its former effect."""
-        return not self.run.ends_process and (bool(self.stop) or not self.stepping)
+        return not self.run.ends_process and (bool(self.stop) or not self.is_in_steps)
 
     def on_signal(self, number: int, frame: object) -> None:
         """Python's handler of a signal, in the main thread. The watchdog's thread handles the signal, which has put a
@@ -333,7 +334,7 @@ class Watchdog:
         the effect that it had before the watchdog was entered: outside of the steps, and at the second one in them."""
         if number == signal.SIGUSR1 or self.run.ends_process:
             return
-        if self.stepping and not self.is_asked:  # not `stop`, which the watchdog's thread may have set already
+        if self.is_in_steps and not self.is_asked:  # not `stop`, which the watchdog's thread may have set already
             self.is_asked = True
             return
         before = self.handlers[number]
@@ -348,7 +349,7 @@ class Watchdog:
         at the second Ctrl-C, end the process at once."""
         if number == signal.SIGUSR1:
             self.saves += 1
-        if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set() or self.leaves_signals:
+        if number not in (signal.SIGTERM, signal.SIGINT) or self.is_ending.is_set() or self.leaves_signals:
             return
         self.was_signalled = True
         name = signal.Signals(number).name
@@ -361,7 +362,7 @@ class Watchdog:
             self.wait(0.05)
         if self.stop:
             return  # the run is already stopping
-        if not self.stepping:
+        if not self.is_in_steps:
             ending = ENDINGS["stopped" if number == signal.SIGTERM else "interrupted"]
             where = "before the first step was over"
             if self.phase in (Phase.LOADING, Phase.EXPORT):
@@ -420,19 +421,21 @@ class Watchdog:
         has_others = os.environ.get("WORLD_SIZE", "1") != "1"
         if has_others and first_failure(self.folder) is not None:  # even if the failed rank had not joined the group
             self.end_after_failure()
-        if has_others and not self.has_met and time.monotonic() - self.since >= self.limit:
+        if has_others and not self.has_met and time.monotonic() - self.progress_at >= self.limit:
             self.end_unmet()
         if self.size == 1:
             return
         if beat.place != self.place:
-            self.place, self.since, self.warned, self.dumped = beat.place, time.monotonic(), 0.0, False
-        waiting = time.monotonic() - self.since
+            self.place, self.progress_at = beat.place, time.monotonic()
+            self.warned_at, self.has_dumped_stacks = 0.0, False
+        waiting = time.monotonic() - self.progress_at
         # rank 0 compares all ranks, the other ranks compare only rank 0, so that thousands of ranks do not each read
         # all files
-        late = self.watcher.late(beat, list(range(self.size)) if self.rank == 0 else [0])
+        late = self.watcher.late_ranks(beat, list(range(self.size)) if self.rank == 0 else [0])
         if waiting >= self.warn_after:
             self.warn(waiting, late)
-        limit = self.limit - margin(self.limit) + (self.rank != 0)  # rank 0 knows all ranks, and is a second earlier
+        # rank 0 knows all ranks, and is a second earlier
+        limit = self.limit - seconds_before_limit(self.limit) + (self.rank != 0)
         # a rank that others are ahead of is itself the late one: it leaves the report to them
         is_ahead = any(other.place > beat.place for other in self.watcher.last.values())
         if waiting >= limit and not is_ahead and (late or self.phase in TOGETHER):
@@ -463,14 +466,14 @@ class Watchdog:
     def warn(self, waiting: float, late: list[Late]) -> None:
         """Write this rank's stack traces, and log which ranks are late, less and less often. `waiting`: seconds since
         this rank last made progress."""
-        if not self.dumped:
-            self.dumped = True
+        if not self.has_dumped_stacks:
+            self.has_dumped_stacks = True
             faulthandler.dump_traceback(self.stacks, all_threads=True)
         # Only ranks 0 and 1 report late ranks. If a late rank is frozen, all ranks do, because its machine may be gone,
         # and rank 1 may have been on the same machine.
         is_reporter = self.rank <= 1 or any(each.is_frozen for each in late)
-        if late and is_reporter and time.monotonic() - self.warned >= max(60, waiting / 2):
-            self.warned = time.monotonic()
+        if late and is_reporter and time.monotonic() - self.warned_at >= max(60, waiting / 2):
+            self.warned_at = time.monotonic()
             for each in late:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
@@ -485,7 +488,7 @@ class Watchdog:
         """
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
-            late = self.watcher.late(beat, list(range(self.size)))
+            late = self.watcher.late_ranks(beat, list(range(self.size)))
         culprit = {"rank": late[0].beat.rank, "host": late[0].beat.host, "phase": late[0].beat.phase} if late else {}
         if late and late[0].beat.detail:
             culprit["record"] = late[0].beat.detail
@@ -500,9 +503,9 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process because another rank has reported that it failed. Wait `PATIENCE` seconds, so that torchrun
-        notices the end of that rank first."""
-        time.sleep(PATIENCE)
+        """End this process because another rank has reported that it failed. Wait `PATIENCE_SECONDS` seconds, so that
+        torchrun notices the end of that rank first."""
+        time.sleep(PATIENCE_SECONDS)
         first = first_failure(self.folder)
         self.kill_frozen()
         code = int(first["exit_code"]) if first else int(ENDINGS["communication"].exit_code)

@@ -20,7 +20,7 @@ from rich.progress import (
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 
-SECONDS = 10
+LOG_SECONDS = 10
 """Number of seconds between two log lines of progress."""
 
 Advance = Callable[[int], None]
@@ -32,7 +32,7 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
     """Context manager that shows how many parts (`chunks`, such as files) of a long work are done. Without a terminal,
-    there is no log line in the first `SECONDS` seconds."""
+    there is no log line in the first `LOG_SECONDS` seconds."""
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
         return
@@ -44,17 +44,18 @@ def watch(label: str, chunks: int) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
+    """Do nothing where `watch` shows progress."""
     yield lambda _: None
 
 
 def log_lines(label: str, chunks: int) -> Advance:
-    """Return a function that counts finished chunks, and logs the count at most every SECONDS."""
+    """Return a function that counts finished chunks, and logs the count at most every LOG_SECONDS."""
     done, last = 0, time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal done, last
         done += count
-        if time.monotonic() - last >= SECONDS:
+        if time.monotonic() - last >= LOG_SECONDS:
             last = time.monotonic()
             log().info("%s: %d of %d", label, done, chunks)
 
@@ -69,7 +70,7 @@ class StageLine:
     def __init__(self, work: str):
         """Prepare the line. `work`: name of the whole work, shown before that of the stage."""
         self.work = work
-        self.said: set[str] = set()
+        self.logged_stages: set[str] = set()
         """The stages that have a log line."""
         self.progress: Progress | None = None
         """The line on the terminal; None without a terminal."""
@@ -100,10 +101,11 @@ class StageLine:
             self.progress = None
 
     def stage(self, label: str) -> None:
+        """Show that the stage `label` runs now."""
         if self.progress is not None:
             self.progress.update(self.task, description=f"{self.work}: {label}", count="")
-        elif label not in self.said:
-            self.said.add(label)
+        elif label not in self.logged_stages:
+            self.logged_stages.add(label)
             log().info("%s: %s", self.work, label)
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from llava_fsdp.checkpoint.manifest import FORMAT
-from llava_fsdp.checkpoint.state_json import jsonable
+from llava_fsdp.checkpoint.state_json import without_enums
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import plain
 from llava_fsdp.parallel.ranks.consensus import rank_and_size
@@ -46,5 +46,5 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
             "strategy": cfg.sharding.strategy.value,
             "offload": cfg.offload.mode.value,
         },
-        "config": jsonable(asdict(cfg)),
+        "config": without_enums(asdict(cfg)),
     }

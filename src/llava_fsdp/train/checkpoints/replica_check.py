@@ -37,7 +37,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     else:
         found = differences_in_stages(state, state.pipeline)
     if found:
-        raise describe(found, gather_lists([socket.gethostname()]), state.step, parent)
+        raise replica_error(found, gather_lists([socket.gethostname()]), state.step, parent)
 
 
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
@@ -45,12 +45,12 @@ def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Differe
     ranks. Collective."""
     number, size = pipeline.equal_ranks  # this is the one at index `number` of `size` consecutive ranks
     layouts = checksums_of_rank(all_tensors(state), {}, size)
-    own = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
+    in_stage = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
     first = rank_and_size()[0] - number
     # found among the ranks with the same stages, which are counted from 0 there
-    own = [replace(each, ranks=tuple(first + place for place in each.ranks)) for each in own]
+    in_stage = [replace(each, ranks=tuple(first + place for place in each.ranks)) for each in in_stage]
     (facts,) = checksums_of_rank({}, counters(state))
-    return find_differences(facts, gather_lists) + gather_lists(own if number == 0 else [])
+    return find_differences(facts, gather_lists) + gather_lists(in_stage if number == 0 else [])
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def counters(state: TrainState) -> dict[str, str]:
     }
 
 
-def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
+def replica_error(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
     """Build the error for tensors and counters that should be equal, but are not. `hosts`: host name of each rank;
     `parent`: folder of the run's checkpoints."""
     ranks = sorted({rank for difference in found for rank in difference.ranks})
@@ -79,11 +79,12 @@ def describe(found: list[Difference], hosts: list[str], step: int, parent: Path)
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     verb = "differ from their replicas" if all(each.has_majority for each in found) else "differ from each other"
     verb = verb.replace("differ from their", "differs from its") if len(ranks) == 1 else verb
-    saved = list_checkpoints(parent)
+    checkpoints = list_checkpoints(parent)
+    last = checkpoints[-1] if checkpoints else "none"
     error = ReplicaError(
         f"after step {step}, {named} {verb} in {len(found)} of the tensors and counters that must be the same to the "
         f"bit: {', '.join(each.name for each in found[:SHOWN])}. Memory or a device has changed them, or a rank has "
-        f"computed other sums. They were not saved; the last checkpoint is {saved[-1] if saved else 'none'}, and the "
+        f"computed other sums. They were not saved; the last checkpoint is {last}, and the "
         "same command continues from it. If this error comes again, test that machine's memory and GPUs "
         "(nvidia-smi -q -d ECC, dmesg), or run without it"
     )

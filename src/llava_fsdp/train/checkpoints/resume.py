@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, LARGEST, MANIFEST_FILE, STATE_FILE
-from llava_fsdp.checkpoint.reader import Described, described, load
+from llava_fsdp.checkpoint.reader import DTypeAndShape, described_tensors, load
 from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
-from llava_fsdp.checkpoint.state_json import OWN_PARTS, jsonable
+from llava_fsdp.checkpoint.state_json import OWN_PARTS, without_enums
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
 from llava_fsdp.config.command_line.renamed import present_tree
@@ -29,8 +29,8 @@ from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.run_dir import (
     FOLDER,
-    REPLACED,
-    WRITTEN,
+    REPLACED_NAMES,
+    WRITTEN_NAMES,
     begun_at,
     list_checkpoints,
     mark_begun,
@@ -63,9 +63,9 @@ FREE_KEYS = {
 records are read from disk."""
 
 
-def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
+def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) -> Path | None:
     """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0.
-    Collective. `must`: whether weights that the checkpoint has were not read from their sources
+    Collective. `weights_are_missing`: whether weights that the checkpoint has were not read from their sources
     (`without_saved_sources`), so that training cannot start at step 0.
 
     Raises:
@@ -73,24 +73,24 @@ def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
             recipe.
         ModelError: the checkpoint has adapters whose base model had another configuration.
     """
-    found = choose(cfg)
-    if found is None and must:
+    checkpoint = choose_checkpoint(cfg)
+    if checkpoint is None and weights_are_missing:
         raise CheckpointError(f"the checkpoints in {cfg.output_dir} disappeared while the run started; run it again")
-    if found is None:
+    if checkpoint is None:
         return None
-    refuse_changes(found.facts, cfg, state, found.folder)
-    refuse_other_base(state, cfg, found.folder)
+    refuse_changes(checkpoint.facts, cfg, state, checkpoint.folder)
+    refuse_other_base(state, cfg, checkpoint.folder)
     prepare_moments(state.optimizer)
     into = tensors(state)
     elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
 
-    def fill() -> None:
-        load(found, into, elsewhere)
-        check_finite(into, found.folder)
+    def load_tensors() -> None:
+        load(checkpoint, into, elsewhere)
+        check_finite(into, checkpoint.folder)
 
-    on_all_ranks(fill, f"checkpoint {found.folder} could not be read")
+    on_all_ranks(load_tensors, f"checkpoint {checkpoint.folder} could not be read")
     state.masters.refresh()
-    facts = found.facts
+    facts = checkpoint.facts
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
     state.skipped = facts["skipped"]
     state.consecutive = facts["consecutive"]
@@ -101,13 +101,13 @@ def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
     state.loader.broken = set(facts["broken"])
     output = Path(cfg.output_dir)
 
-    def begin() -> None:
-        set_aside_later(output, found.folder, state.step)
+    def set_aside_later_ones() -> None:
+        set_aside_later(output, checkpoint.folder, state.step)
         if cfg.checkpoint.resume != "auto":
             mark_begun(output, cfg.checkpoint.resume, state.step)
 
-    on_first_rank(begin, "cannot set checkpoints aside")
-    return found.folder
+    on_first_rank(set_aside_later_ones, "cannot set checkpoints aside")
+    return checkpoint.folder
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -130,22 +130,22 @@ def has_same_memory(then: dict[str, Any], now: dict[str, Any]) -> bool:
     return same_settings and all(then[key] == now[key] for key in ("written_by", "versions"))
 
 
-def tensors_elsewhere(own: dict[str, torch.Tensor]) -> dict[str, Described]:
+def tensors_elsewhere(own: dict[str, torch.Tensor]) -> dict[str, DTypeAndShape]:
     """Return dtype and shape of the tensors of a checkpoint that ranks with other stages hold. Collective."""
-    found = {name: value for each in gather_lists([described(own)]) for name, value in each.items()}
-    return {name: value for name, value in found.items() if name not in own}
+    all_tensors = {name: value for each in gather_lists([described_tensors(own)]) for name, value in each.items()}
+    return {name: value for name, value in all_tensors.items() if name not in own}
 
 
-def choose(cfg: Config) -> Checkpoint | None:
+def choose_checkpoint(cfg: Config) -> Checkpoint | None:
     """Choose on rank 0, by `checkpoint.resume`, and verify the checkpoint from which to resume; None if training starts
     at step 0. Collective."""
     output = Path(cfg.output_dir)
-    wanted = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
-    if wanted == "never":
+    requested = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
+    if requested == "never":
         return on_first_rank(lambda: start_over(output), "cannot move the output of an earlier run away")
-    if wanted == "auto":
+    if requested == "auto":
         return newest_together(output / FOLDER, cfg.checkpoint.strict)
-    folder = Path(wanted)
+    folder = Path(requested)
     on_first_rank(lambda: require_checkpoint(folder), f"cannot look at {folder}")
     try:
         return verify_together(folder.resolve())
@@ -158,28 +158,28 @@ def requested_resume(cfg: Config) -> str:
     `step-000200` is that of a checkpoint of `output_dir`, if the current folder has none of this name. If this is a
     restart by torchrun or a scheduler, and the run has saved a checkpoint since it began as that value says, return
     `auto` instead."""
-    output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
-    begun = begun_at(output, wanted) if wanted != "auto" else None
-    if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
+    output, requested = Path(cfg.output_dir), cfg.checkpoint.resume
+    first_step = begun_at(output, requested) if requested != "auto" else None
+    if first_step is not None and any((step_of(p) or 0) > first_step for p in list_checkpoints(output / FOLDER)):
         return "auto"
-    inside = output / FOLDER / wanted
-    return (
-        str(inside) if step_of(Path(wanted)) is not None and not Path(wanted).exists() and inside.is_dir() else wanted
-    )
+    inside = output / FOLDER / requested
+    if step_of(Path(requested)) is not None and not Path(requested).exists() and inside.is_dir():
+        return str(inside)
+    return requested
 
 
 def start_over(output: Path) -> None:
     """Move the output of an earlier run away, and record that a run starts there at step 0. What each start replaces,
     such as `config.yaml`, stays."""
-    set_aside(output, [output / name for name in sorted(WRITTEN - REPLACED)])
+    set_aside(output, [output / name for name in sorted(WRITTEN_NAMES - REPLACED_NAMES)])
     mark_begun(output, "never", 0)
 
 
 def continues(cfg: Config) -> bool:
     """Return whether the training would resume from a checkpoint instead of starting at step 0."""
-    wanted = requested_resume(cfg)
-    named = wanted not in ("auto", "never")
-    return named or (wanted == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
+    requested = requested_resume(cfg)
+    names_checkpoint = requested not in ("auto", "never")
+    return names_checkpoint or (requested == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
 
 
 def without_saved_sources(cfg: C) -> C:
@@ -211,14 +211,14 @@ def check_settings(cfg: Config) -> None:
             do.
     """
     try:
-        found = settings_to_continue(cfg)
-        if found is None:
+        folder_and_settings = settings_to_continue(cfg)
+        if folder_and_settings is None:
             return
-        folder, then = found
-        differing = changed_settings(then, flat(jsonable(asdict(cfg))))
-        if differing:
-            keys = [line.partition(":")[0] for line in differing]
-            raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
+        folder, then = folder_and_settings
+        changed = changed_settings(then, flat(without_enums(asdict(cfg))))
+        if changed:
+            keys = [line.partition(":")[0] for line in changed]
+            raise ConfigError(other_settings(folder, changed)).about(key=keys[0], keys=keys)
     except (CheckpointError, OSError, ValueError, TypeError):
         return
 
@@ -230,11 +230,11 @@ def settings_to_continue(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
     Raises:
         CheckpointError, OSError, ValueError, TypeError: the checkpoint cannot be read.
     """
-    wanted = requested_resume(cfg)
+    requested = requested_resume(cfg)
     newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
-    if wanted == "never":
+    if requested == "never":
         return None
-    for folder in newest if wanted == "auto" else [Path(wanted)]:
+    for folder in newest if requested == "auto" else [Path(requested)]:
         with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
             return folder, settings_then(parse_object(file.read(LARGEST), {"config": (dict,)})["config"])
     return None
@@ -260,20 +260,21 @@ def require_checkpoint(folder: Path) -> None:
 
 def is_fixed(key: str) -> bool:
     """Return whether a key such as `optim.lr` must stay the same when a run continues."""
-    free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
-    return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
+    may_change = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
+    return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not may_change)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
     """Raise CheckpointError if the data, the model, or settings that must stay the same have changed since a checkpoint
     was written (`facts`: content of its `state.json`). The message lists every difference and says what the user can
     do."""
-    then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
-    differing = changed_settings(then, now)
+    then, now = settings_then(facts["config"]), flat(without_enums(asdict(cfg)))
+    changed = changed_settings(then, now)
     paths = then.get("data.path"), now.get("data.path")
-    moved = f"; it was {paths[0]}, and is {paths[1]}" if paths[0] != paths[1] else ""
+    note_of_path = f"; it was {paths[0]}, and is {paths[1]}" if paths[0] != paths[1] else ""
     meanings = {
-        "dataset": f"data.path: a file of records was added, removed or changed, or other records are wrong now{moved}",
+        "dataset": "data.path: a file of records was added, removed or changed, or other records are wrong now"
+        + note_of_path,
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
         "order": "sampler: it gives another order, because micro_batch_size, the number of ranks (llava_v1_5) or the "
         "version of this program (computed_shuffle) changed",
@@ -281,16 +282,16 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     }
     if now["model.random_weights"] and then.get("seed") != now["seed"]:
         del meanings["model"]  # random weights depend on the seed, whose change is already listed
-    differing += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
+    changed += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
     for part in OWN_PARTS:
         before, here = (own.get(part, "none") for own in (facts["fingerprints"], state.fingerprints))
         if before != here:
-            differing.append(f"the program's {part}: {before} -> {here}")
+            changed.append(f"the program's {part}: {before} -> {here}")
     trainable = set(state.trained) ^ set(facts["trainable"])
     if trainable:
-        differing.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")
-    if differing:
-        raise CheckpointError(other_settings(folder, differing))
+        changed.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")
+    if changed:
+        raise CheckpointError(other_settings(folder, changed))
     for key in ("max_steps", "epochs"):
         if then.get(key) != now.get(key):
             log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
@@ -324,19 +325,19 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     value."""
     # older checkpoints, whose runs used neither adapters nor quantization, lack these keys
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
-    return flat(jsonable(added)) | flat(present_tree(config))
+    return flat(without_enums(added)) | flat(present_tree(config))
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return `key: old -> new` for each key that has changed although it must stay the same when a run continues."""
     # `auto` may stand for the same value; the fingerprint "encoding" shows if the template or the number of image
     # tokens has changed
-    free = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
-    same = {key for key, values in free.items() if values & {then.get(key), now.get(key)}}
+    equivalents = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
+    equal_keys = {key for key, values in equivalents.items() if values & {then.get(key), now.get(key)}}
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
-        if is_fixed(key) and key not in same and then.get(key) != now.get(key)
+        if is_fixed(key) and key not in equal_keys and then.get(key) != now.get(key)
     ]
 
 

@@ -44,7 +44,7 @@ class TrainingEvents:
 
 
 def open_events(
-    seen: Observed, metric: AnswerMetric, resumed: Path | None, own: Sequence[RunEvents] = ()
+    observed: Observed, metric: AnswerMetric, resumed: Path | None, own: Sequence[RunEvents] = ()
 ) -> TrainingEvents:
     """Make the observers of a training. Collective.
 
@@ -57,11 +57,11 @@ def open_events(
         ConfigError: the model cannot generate answers.
         StorageError: output_dir cannot be written.
     """
-    cfg, state, world = seen.cfg, seen.state, seen.state.parallelism.world
+    cfg, state, world = observed.cfg, observed.state, observed.state.parallelism.world
     last_step = state.loader.total_steps
-    adapters = final_export.in_checkpoints(state, cfg)
+    adapters = final_export.adapter_in_checkpoints(state, cfg)
     saver = open_saver(state, cfg, resumed, adapters) if state.step < last_step else None
-    controller = RunController(state, saver, cfg, last_step, seen.watchdog, seen.dir_lock)
+    controller = RunController(state, saver, cfg, last_step, observed.watchdog, observed.dir_lock)
     reports = open_reports(state, cfg, controller.is_lost) if world.is_first else Reports()
     events = EventList()
     ordered = [
@@ -69,9 +69,9 @@ def open_events(
         reports,  # before the controller: a step that ends the run, by its loss or a full disk, has its row
         controller,  # before all that takes long: a step is saved first, and a request to stop is answered first
         # behind the first save, which may take long
-        Timeouts(state.parallelism.meshes, cfg.comm.timeout, seen.watchdog),
+        Timeouts(state.parallelism.meshes, cfg.comm.timeout, observed.watchdog),
         # behind the save, so that a run that stops while it validates has the step's checkpoint, and validates later
-        open_validation(state, cfg, seen.watchdog, events, metric),
+        open_validation(state, cfg, observed.watchdog, events, metric),
         *map(OwnEvent, own),  # behind ours: their errors cost no row, checkpoint or validation of the step
         GarbageCollection(cfg.gc_every),  # behind all that makes garbage
         # last: the next step's profile begins here, without what was done after the step before

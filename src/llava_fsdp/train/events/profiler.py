@@ -20,7 +20,7 @@ from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.state import StepResult
 
 FOLDER = "profile"
-LATE = 12
+LAST_STEP = 12
 """Last step that is profiled by default; the first step of this process has the number 1."""
 MOST_ENTRIES = 200_000
 """Maximum number of allocations in CUDA's memory history, enough for a few steps."""
@@ -53,6 +53,7 @@ class StepProfiler(RunEvents):
         self.begin_next()
 
     def close(self) -> None:
+        """Stop a profiler that still runs, and log that its range of steps was not reached."""
         if self.profiler is not None:  # the run has ended before the last step of the range: no trace is written
             log().warning("profile=true: the run has ended before step %d of this start", self.last)
             self.profiler.stop()
@@ -61,6 +62,7 @@ class StepProfiler(RunEvents):
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def begin_next(self) -> None:
+        """Count the step that begins now, and start, advance or end the profiler before it."""
         self.number += 1
         self.begin(self.number)
 
@@ -108,27 +110,27 @@ class StepProfiler(RunEvents):
             log().info("profile: %s; the trace beside it opens in https://ui.perfetto.dev", os.fspath(page))
 
 
-def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> StepProfiler | None:
-    """Create the profiler of a training that has finished `done` of `total` steps. None: nothing is recorded, because
-    the setting `profile` is false or there are too few steps left. `rank` is in the names of the files."""
-    left = total - done
-    if not cfg.profile or left <= 0:
+def open_profiler(cfg: Config, rank: int, device: torch.device, finished_steps: int, total: int) -> StepProfiler | None:
+    """Create the profiler of a training that has finished `finished_steps` of `total` steps. None: nothing is recorded,
+    because the setting `profile` is false or there are too few steps left. `rank` is in the names of the files."""
+    steps_left = total - finished_steps
+    if not cfg.profile or steps_left <= 0:
         return None
     if cfg.profile_steps is None:
-        return StepProfiler(cfg, usual_steps(left), rank, device)
+        return StepProfiler(cfg, usual_steps(steps_left), rank, device)
     first, last = cfg.profile_steps
-    if left < last:  # not an error: a run that was profiled may be restarted near its end
+    if steps_left < last:  # not an error: a run that was profiled may be restarted near its end
         log().warning(
             "profile_steps=%s: this start has %d steps to do, and they are counted from its first; nothing is recorded",
-            cfg.profile_steps, left,
+            cfg.profile_steps, steps_left,
         )  # fmt: skip
         return None
     return StepProfiler(cfg, (first, last), rank, device)
 
 
-def usual_steps(left: int) -> tuple[int, int]:
-    """Return the first and the last step that are profiled by default, counted from 1, if `left` steps are to be done:
-    three steps up to step `LATE`, when everything is compiled, or the last steps if the run ends earlier. If possible,
-    the profiler can warm up in one step before them."""
-    last = min(left, LATE)
+def usual_steps(steps_left: int) -> tuple[int, int]:
+    """Return the first and the last step that are profiled by default, counted from 1, if `steps_left` steps are to be
+    done: three steps up to step `LAST_STEP`, when everything is compiled, or the last steps if the run ends earlier. If
+    possible, the profiler can warm up in one step before them."""
+    last = min(steps_left, LAST_STEP)
     return min(last, max(2, last - 2)), last

@@ -29,7 +29,7 @@ from llava_fsdp.train.state import StepResult, TrainState
 
 SHOWN = 8
 """Maximum number of records that a message names; run_status.json lists all of them."""
-SLOW = 5.0
+SLOW_SECONDS = 5.0
 """Seconds of waiting for the last checkpoint after which a message says so."""
 
 
@@ -106,12 +106,13 @@ class RunController(RunEvents):
         if votes.stop:
             self.finish()
             where = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
-            raise self.stopped(f"stopped after step {self.state.step}; the same command {where}")
+            raise self.stop_error(f"stopped after step {self.state.step}; the same command {where}")
 
     def on_pause(self) -> None:
+        """Save or stop between two batches of a validation as between two steps. Collective."""
         self.before_step()
 
-    def stopped(self, what: str) -> Stopped:
+    def stop_error(self, what: str) -> Stopped:
         """Return the exception for a stop on request, which says who requested it and `what`: at which step the
         training stopped, and how to continue."""
         return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
@@ -144,19 +145,19 @@ class RunController(RunEvents):
         """
         if self.saver is None:
             return
-        with said_if_slow("waiting until the checkpoint of step %d is on disk", self.state.step):
+        with log_if_slow("waiting until the checkpoint of step %d is on disk", self.state.step):
             self.finish()
         if Votes(lost=self.is_lost()).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
-        lost, self.saver = self.saver.forgiven, None
-        if lost is not None and not self.cfg.export.enabled:
+        lost_save, self.saver = self.saver.forgiven, None
+        if lost_save is not None and not self.cfg.export.enabled:
             raise CheckpointError(
-                f"{lost}. It was that of the last step, and no export keeps the weights: make room, and run the same "
-                "command again"
+                f"{lost_save}. It was that of the last step, and no export keeps the weights: make room, and run the "
+                "same command again"
             )
         if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
-            raise self.stopped("stopped after the last step; the same command exports the model")
+            raise self.stop_error("stopped after the last step; the same command exports the model")
 
     def folder_change(self) -> FolderChange | None:
         """Return what happened to the run's folder if it is lost (deleted, moved or replaced), else None. On ranks
@@ -181,8 +182,8 @@ class RunController(RunEvents):
     def stop_if_lost(self) -> None:
         """If the run's folder is lost, save the state into a new folder with the same path, and raise FolderLost. If
         there is something else at that path now, only raise FolderLost. Collective."""
-        failing = f"cannot look at {self.cfg.output_dir}"
-        change = on_first_rank(self.folder_change, failing)
+        failure = f"cannot look at {self.cfg.output_dir}"
+        change = on_first_rank(self.folder_change, failure)
         if change is None:
             return
         step = self.state.step
@@ -194,7 +195,7 @@ class RunController(RunEvents):
                 may_be_recorded=False,
             )
         try:
-            on_first_rank(lambda: self.dir_lock and self.dir_lock.remake(), failing)
+            on_first_rank(lambda: self.dir_lock and self.dir_lock.remake(), failure)
             if self.saver is not None:
                 self.watchdog.at(Phase.CHECKPOINT)
                 self.saver.reset_saved_step()
@@ -202,14 +203,15 @@ class RunController(RunEvents):
                 self.saver.raise_if_failed()
         except (CheckpointError, NumericError) as error:
             raise FolderLost(f"{problem}; making it again failed: {error}", may_be_recorded=True) from error
-        saved = (
+        what_was_saved = (
             f"A checkpoint of step {step} has been saved into a new folder of that name, and the same command "
             "continues from it"
             if self.saver is not None
             else "The run's last checkpoint was in it; the same command starts from the beginning"
         )
         raise FolderLost(
-            f"{problem}, with all that was in it. {saved}. If it was moved, put it back in place of the new one",
+            f"{problem}, with all that was in it. {what_was_saved}. If it was moved, put it back in place of the new "
+            "one",
             may_be_recorded=True,
         )
 
@@ -224,20 +226,22 @@ class RunController(RunEvents):
         records = state.loader.steps.records_of(step - 1, suspects)
         named = ", ".join(records[:SHOWN]) + (f" and {len(records) - SHOWN} more" if len(records) > SHOWN else "")
         whose = f"those of step {step} on rank {', '.join(map(str, suspects))}" if suspects else f"those of step {step}"
-        found = list_checkpoints(Path(self.cfg.output_dir) / FOLDER)
+        checkpoints = list_checkpoints(Path(self.cfg.output_dir) / FOLDER)
         first = step - state.consecutive + 1
+        last_checkpoint = checkpoints[-1] if checkpoints else "none"
         raise NumericError(
             f"step {first}{f' to {step}' if first < step else ''}: loss {result.loss}, gradient norm "
             f"{result.grad_norm}; the weights are those of step {first - 1}, and the last checkpoint is "
-            f"{found[-1] if found else 'none'}. The samples to look at are {whose}: {named}. A smaller optim.lr, "
+            f"{last_checkpoint}. The samples to look at are {whose}: {named}. A smaller optim.lr, "
             "optim.clip=1.0 or precision=fp32 may help; numeric.max_consecutive_skips allows more such steps"
         ).about(records=records)
 
 
 @contextlib.contextmanager
-def said_if_slow(message: str, *values: object) -> Iterator[None]:
-    """Context manager that logs a message (with `values` in it) once if its body takes longer than `SLOW` seconds."""
-    timer = threading.Timer(SLOW, log().info, [message, *values])
+def log_if_slow(message: str, *values: object) -> Iterator[None]:
+    """Context manager that logs a message (with `values` in it) once if its body takes longer than `SLOW_SECONDS`
+    seconds."""
+    timer = threading.Timer(SLOW_SECONDS, log().info, [message, *values])
     timer.daemon = True
     timer.start()
     try:
@@ -279,7 +283,7 @@ def open_saver(
     """
     prepare_moments(state.optimizer)
     parent = Path(cfg.output_dir) / FOLDER
-    saved = SavedState(
+    saved_state = SavedState(
         tensors=lambda: tensors(state),
         facts=lambda: facts_of(state, cfg),
         check=partial(check_replicas, state, parent),
@@ -287,7 +291,7 @@ def open_saver(
         equal_ranks=state.parallelism.equal_ranks,
     )
     # a verified checkpoint of this run, which need not be verified again
-    good = [resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else []
-    saver = Saver(parent, cfg.checkpoint, saved, good, adapter_folder=adapter_folder)
+    verified = [resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else []
+    saver = Saver(parent, cfg.checkpoint, saved_state, verified, adapter_folder=adapter_folder)
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
     return saver

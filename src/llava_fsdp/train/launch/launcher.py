@@ -104,25 +104,25 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     for word in given:
         word = {"-t": "--tee", "-r": "--redirects"}.get(word, word)
         name, equals, value = word.partition("=")
-        plain = name.removeprefix("--").replace("_", "-")
+        flag_name = name.removeprefix("--").replace("_", "-")
         if not name.startswith("-") or name in HYDRA_WITHOUT_VALUE or name in cli.WITH_VALUES:
             rest.append(word)
             if word in cli.WITH_VALUES:
                 rest += [value for value in [next(given, "")] if value]
-        elif plain in TORCHRUN_WITHOUT_VALUE:
+        elif flag_name in TORCHRUN_WITHOUT_VALUE:
             flags.append(word)
-        elif plain in TORCHRUN_WITH_VALUE:
+        elif flag_name in TORCHRUN_WITH_VALUE:
             value = value if equals else next(given, "")
-            if not re.fullmatch(NUMBERS.get(plain, r".+"), value):
-                raise ConfigError(f"--{plain} {value}: give a value as torchrun takes it (torchrun --help)")
-            flags.append(f"--{plain}={value}")
-        elif plain in TORCHRUN_PROGRAM:
+            if not re.fullmatch(NUMBERS.get(flag_name, r".+"), value):
+                raise ConfigError(f"--{flag_name} {value}: give a value as torchrun takes it (torchrun --help)")
+            flags.append(f"--{flag_name}={value}")
+        elif flag_name in TORCHRUN_PROGRAM:
             raise ConfigError(f"{word}: llava-fsdp train runs the training and nothing else; take the flag out")
         else:
-            if here := called_here(plain, schema_keys(Config)):
+            if here := called_here(flag_name, schema_keys(Config)):
                 raise ConfigError(f"{name} is not a flag; {here}, and keys are written key=value")
-            near = difflib.get_close_matches(plain, [*TORCHRUN_WITH_VALUE, *TORCHRUN_WITHOUT_VALUE], n=1)
-            hint = f"did you mean --{near[0]}?" if near else "the flags are torchrun's (torchrun --help)"
+            similar = difflib.get_close_matches(flag_name, [*TORCHRUN_WITH_VALUE, *TORCHRUN_WITHOUT_VALUE], n=1)
+            hint = f"did you mean --{similar[0]}?" if similar else "the flags are torchrun's (torchrun --help)"
             raise ConfigError(f"{word} is not a flag; {hint}")
     return flags, rest
 
@@ -182,17 +182,17 @@ class Launch:
     def __init__(self, folder: Path):
         """`folder` is the run's output folder."""
         self.folder = folder
-        self.before = read_status(folder)
+        self.status_before = read_status(folder)
         """The run's status before this launch, left by an earlier run."""
         self.stopped_by: signal.Signals | None = None
         """The first signal that requested a stop."""
-        self.stopped_in: dict[str, Any] | None = None
+        self.status_at_stop: dict[str, Any] | None = None
         """The run's status when that signal came."""
-        self.is_at_once = False
+        self.skips_checkpoint = False
         """Whether Ctrl-C was pressed after the first signal to stop, so that the ranks end without a checkpoint."""
         self.last_stop = 0.0
         """Time of the last signal to stop that was handled, by the monotonic clock."""
-        self.stopping: set[int] = set()
+        self.ranks_told_to_stop: set[int] = set()
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
@@ -201,12 +201,12 @@ class Launch:
         empty if nothing failed."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` receives the signals
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_SECONDS, **os.environ}
-        report, theirs = os.pipe()
-        command = [*AGENT, str(os.getpid()), str(theirs), *flags, "--", *words]
+        report, agent_end = os.pipe()
+        command = [*AGENT, str(os.getpid()), str(agent_end), *flags, "--", *words]
         self.agent = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[theirs]
+            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[agent_end]
         )
-        os.close(theirs)
+        os.close(agent_end)
         self.wait()
         with open(report, "rb") as file:
             lines = file.read().splitlines()
@@ -222,34 +222,38 @@ class Launch:
         ranks_ended: float | None = None
         is_agent_told = False
         while self.agent.poll() is None:
-            got = signal.sigtimedwait(SIGNALS, 0.5)
-            if got is not None and got.si_signo == signal.SIGUSR1:
+            received = signal.sigtimedwait(SIGNALS, 0.5)
+            if received is not None and received.si_signo == signal.SIGUSR1:
                 self.signal_ranks(signal.SIGUSR1)
-            elif got is not None and got.si_signo in STOPS:
-                self.stop(signal.Signals(got.si_signo))
-            if self.stopped_by is None or self.stopping & self.ranks():
+            elif received is not None and received.si_signo in STOPS:
+                self.stop(signal.Signals(received.si_signo))
+            if self.stopped_by is None or self.ranks_told_to_stop & self.ranks():
                 continue
             now = time.monotonic()
             ranks_ended = ranks_ended or now
-            if not is_agent_told and (not self.stopping or now - ranks_ended >= AGENT_ENDS):
+            if not is_agent_told and (not self.ranks_told_to_stop or now - ranks_ended >= AGENT_ENDS):
                 self.agent.terminate()
                 is_agent_told = True
             elif not self.ranks() and now - ranks_ended >= 10 * AGENT_ENDS:  # the agent waits for other machines
                 self.agent.kill()
 
     def stop(self, number: signal.Signals) -> None:
-        """Handle a signal to stop. After the first one, the ranks save a checkpoint and end. After another SIGINT they
-        end at once, and after a third SIGINT they are killed."""
+        """Handle a signal that asks for the end of the training.
+
+        After the first one the ranks save a checkpoint and end. From then on only SIGINT (Ctrl-C) counts: after the
+        next one the ranks end at once, and after a third they are killed. A SIGINT that comes within `SAME_KEY_PRESS`
+        seconds of the one before is the same key press: the terminal and a parent process may both send it.
+        """
         now = time.monotonic()
         if self.stopped_by is None:
-            self.stopped_by, self.stopped_in = number, read_status(self.folder)
-            self.stopping = self.signal_ranks(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            self.stopped_by, self.status_at_stop = number, read_status(self.folder)
+            self.ranks_told_to_stop = self.signal_ranks(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         elif number != signal.SIGINT or now - self.last_stop < SAME_KEY_PRESS:
             return
-        elif self.is_at_once:
+        elif self.skips_checkpoint:
             self.agent.kill()  # the ranks end with it
         else:
-            self.is_at_once = True
+            self.skips_checkpoint = True
             self.signal_ranks(signal.SIGINT)
         self.last_stop = now
 
@@ -270,9 +274,9 @@ class Launch:
         if self.agent.returncode == ExitCode.DONE:
             return ExitCode.DONE
         path, status = self.folder / STATUS_FILE, read_status(self.folder)
-        last = status_of_latest_start(status) if status is not None and status != self.before else {}
+        last = status_of_latest_start(status) if status is not None and status != self.status_before else {}
         ending = ENDINGS.get(last.get("class") or "")
-        if self.stopped_by is not None and status == self.stopped_in and not (ending and ending.is_permanent):
+        if self.stopped_by is not None and status == self.status_at_stop and not (ending and ending.is_permanent):
             last = {}  # the status is that of a failure before the stop, after which the agent restarted the ranks
         if last.get("exit_code") is not None:
             code = int(last["exit_code"])
@@ -285,7 +289,7 @@ class Launch:
             return code
         if self.stopped_by is not None:
             log().info("stopped; %s has no record of how this run ended. The same command continues", path)
-            return ExitCode.INTERRUPTED if self.is_at_once else STOPS[self.stopped_by]
+            return ExitCode.INTERRUPTED if self.skips_checkpoint else STOPS[self.stopped_by]
         log().error("%s", report.get("reason") or f"torchrun's agent {how_ended(self.agent.returncode)}")
         return int(report.get("code") or ExitCode.BUG)
 

@@ -67,15 +67,15 @@ def dry_run(cfg: Config) -> None:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
         with distributed(cfg) as world, explained_memory_errors(lambda: cfg, world.device):
-            cfg, chosen = settle_precision(cfg, [has_bf16(world.device)], world.device.type)
-            if chosen is not None:
-                log().info("%s", chosen)
+            cfg, reason_for_dtype = settle_precision(cfg, [has_bf16(world.device)], world.device.type)
+            if reason_for_dtype is not None:
+                log().info("%s", reason_for_dtype)
             cfg = settle_auto(cfg, world)
             report = measure(cfg, world)
     if cfg.format is Format.json:
         print(json.dumps(report))
     else:
-        show(report)
+        print_report(report)
     if remark:
         log().info("%s", remark)
 
@@ -85,9 +85,9 @@ def settle_auto(cfg: Config, world: World) -> Config:
     packed samples; a planner of memory and time chooses the other values, by the dataset's statistics if they are
     known, else by the mean lengths of LLaVA's own data."""
     parts = shapes_of(cfg.model)
-    cfg, padded = settle_packing(cfg, parts)
-    if padded is not None:
-        log().info("auto: %s", padded)
+    cfg, reason_for_padding = settle_packing(cfg, parts)
+    if reason_for_padding is not None:
+        log().info("auto: %s", reason_for_padding)
     if not cfg.has_auto:
         return cfg
     model = build_architecture(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
@@ -116,15 +116,15 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     shape = shape_of(model)
     context = context_of(parallelism.layout, world.rank, model.language_config)
     contents = contents or fullest(cfg, shape, context and context.cut, rule)
-    planned = plan_of(cfg, world, contents)
+    planned_memory = planned_memory_of(cfg, world, contents)
     counts = samples_of(cfg, rule).counts
     # while the model is on the meta device, where its own code counts the tokens of an image
-    given = rule.inputs_of(sizes_planned(cfg, contents), cfg.packs) if isinstance(rule, BlankImages) else None
+    image_inputs = rule.inputs_of(sizes_planned(cfg, contents), cfg.packs) if isinstance(rule, BlankImages) else None
     meter = PeakMeter(world.device)
-    loader = SyntheticLoader(world.device, STEPS, has_tiles=given is None)
+    loader = SyntheticLoader(world.device, STEPS, has_tiles=image_inputs is None)
     state = assemble(model, cfg, parallelism, loader, draw_shards, counts)
-    held: dict[str, int] = {}
-    state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
+    bytes_at_rest: dict[str, int] = {}
+    state.optimizer.register_step_post_hook(lambda *_: bytes_at_rest.update(held_bytes(state)))
     for root in state.roots:
         root.train()
     seconds = []
@@ -133,12 +133,12 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         if is_simulated():
             for root in state.roots:
                 simulate_collectives(root, counter.traffic)
-        step = synthetic_step(number, contents, shape, cfg, parallelism.layout.num_losses, given)
+        step = synthetic_step(number, contents, shape, cfg, parallelism.layout.num_losses, image_inputs)
         started = time.perf_counter()
         with counter, explained_compiler_errors():
             train_step(state, step, cfg, started)
         seconds.append(time.perf_counter() - started)
-    if not held:
+    if not bytes_at_rest:
         raise NumericError("dry_run: random weights overflow in fp16, so that no step updates them; try precision=bf16")
     peak = meter.read()
     return {
@@ -149,9 +149,9 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "device": device_name(world.device),
         "micro_batches": len(step.micro_batches),
         "micro_batch": sizes_of(contents),
-        "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
-        "peak": peak | {"planned": planned.bytes["total"]},
-        "plan": {"moment": planned.moment, "bytes": planned.bytes},
+        "bytes": {name: {"measured": bytes_at_rest[name], "planned": planned_memory.at_rest[name]} for name in STATES},
+        "peak": peak | {"planned": planned_memory.bytes["total"]},
+        "plan": {"moment": planned_memory.moment, "bytes": planned_memory.bytes},
         "collectives": counter.moved,
         "seconds": seconds,
     }
@@ -169,7 +169,7 @@ def sizes_of(contents: Contents) -> dict[str, int]:
     }
 
 
-def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
+def planned_memory_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """Estimate by arithmetic the memory of this rank in the steps that a dry run measures."""
     count = micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
     micros = [sizes_planned(cfg, contents)] * count
@@ -202,7 +202,7 @@ def draw_shards(model: Architecture, masters: MasterWeights) -> None:
             first.view(torch.uint8).random_()
             packed[name].draw_scales(2 * rule.scale)
             continue
-        match rule.rule:
+        match rule.kind:
             case Rule.ONES:
                 first.fill_(1)
             case Rule.ZEROS:
@@ -218,15 +218,15 @@ def draw_shards(model: Architecture, masters: MasterWeights) -> None:
 def held_bytes(state: TrainState) -> dict[str, int]:
     """Return the bytes of this rank's parameters, gradients and optimizer states (`STATES`). To be called while the
     gradients exist."""
-    unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
-    weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
+    statistics_of_quantized = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
+    weights = {id(p): p for p in [*state.model.parameters(), *statistics_of_quantized, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
     moments = [v for own in state.optimizer.state.values() for key, v in own.items() if key != "step"]
     tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)
     return {name: sum(local(t).nbytes for t in held) for name, held in tensors}
 
 
-def show(report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any]) -> None:
     """Print what `measure` returns as a table."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     micro = report["micro_batch"]

@@ -22,12 +22,12 @@ class PeakMeter:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
+            self.bytes_before = torch.cuda.memory_allocated(device)
             self.reserved_before = torch.cuda.memory_reserved(device)
         else:
             trim_heap()
             reset_peak_memory()
-            self.before = process_memory("VmRSS") - process_memory("RssFile")
+            self.bytes_before = process_memory("VmRSS") - process_memory("RssFile")
 
     def read(self) -> dict[str, int]:
         """Return the peak since this meter was made, minus the memory in use then, in bytes: `max_memory_allocated` and
@@ -35,12 +35,12 @@ class PeakMeter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
-                "max_memory_allocated": torch.cuda.max_memory_allocated(self.device) - self.before,
+                "max_memory_allocated": torch.cuda.max_memory_allocated(self.device) - self.bytes_before,
                 "max_memory_reserved": torch.cuda.max_memory_reserved(self.device) - self.reserved_before,
             }
         # The peak of resident memory (VmHWM) includes mapped files, such as the code of libraries. Linux has no peak of
         # these alone, so their present size (RssFile) is subtracted.
-        return {"peak_resident": max(0, process_memory("VmHWM") - process_memory("RssFile") - self.before)}
+        return {"peak_resident": max(0, process_memory("VmHWM") - process_memory("RssFile") - self.bytes_before)}
 
 
 def trim_heap() -> None:

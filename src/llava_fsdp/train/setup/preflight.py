@@ -17,9 +17,9 @@ from llava_fsdp.data.loader import open_processor_encoding
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse
-from llava_fsdp.export.write.folded_head import is_rounded
+from llava_fsdp.export.write.folded_head import folding_rounds
 from llava_fsdp.export.write.formats import source_of_run
-from llava_fsdp.export.write.generation_file import unnamed_ends
+from llava_fsdp.export.write.generation_file import warning_of_unnamed_ends
 from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
@@ -69,12 +69,13 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     return warnings
 
 
-def warn_if_refused(cfg: Config, here: bool = True) -> str:
+def warn_if_refused(cfg: Config, is_for_this_machine: bool = True) -> str:
     """Log a warning with the training's error if a training would refuse the configuration. If a part of the model
     would have to be downloaded, only paths are checked.
 
     Args:
-        here: whether the training would run on this machine. Otherwise what depends on the device is not checked.
+        is_for_this_machine: whether the training would run on this machine. Otherwise what depends on the device is not
+            checked.
 
     Returns:
         A remark to log after the command's own results if only the projector is missing, because `stage=pretrain` has
@@ -85,7 +86,7 @@ def warn_if_refused(cfg: Config, here: bool = True) -> str:
         ConfigError: a path that the configuration names does not exist.
     """
     check_paths(cfg)
-    if not here:
+    if not is_for_this_machine:
         precision = replace(cfg.precision, linear=LinearKind.same).settled(DType.bf16)
         cfg = replace(cfg, attention=Attention.auto, compile=AUTO, precision=precision)
     names = [cfg.model.checkpoint] if cfg.model.checkpoint else [cfg.model.language, cfg.model.vision]
@@ -120,8 +121,8 @@ def check_run(cfg: Config) -> None:
     projector = find_projector(cfg)  # before an index of the data is made, which may take hours
     for path in (projector, cfg.model.checkpoint):
         run = run_of(Path(path)) if path is not None else None
-        if run is not None and (earlier := earlier_export(run)) is not None:
-            log().warning("%s", earlier)
+        if run is not None and (earlier_step_message := earlier_export(run)) is not None:
+            log().warning("%s", earlier_step_message)
     for key in ("language", "vision", "checkpoint"):
         refuse_staged(getattr(cfg.model, key) or "", f"model.{key}")
     refuse_staged(cfg.model.lora.checkpoint or "", "model.lora.checkpoint")
@@ -137,16 +138,18 @@ def find_parts_of_run(cfg: Config) -> Parts:
     try:
         return find_parts(cfg.model)
     except (ConfigError, ModelError) as error:
-        named = {key: getattr(cfg.model, key) for key in ("checkpoint", "language", "vision")}
-        lost = [
-            f"model.{key}={name}" for key, name in named.items() if name is not None and f"{key}={name}" in str(error)
+        configured = {key: getattr(cfg.model, key) for key in ("checkpoint", "language", "vision")}
+        missing = [
+            f"model.{key}={name}"
+            for key, name in configured.items()
+            if name is not None and f"{key}={name}" in str(error)
         ]
-        if not continues(cfg) or not lost or any(exists(text.partition("=")[2]) for text in lost):
+        if not continues(cfg) or not missing or any(exists(text.partition("=")[2]) for text in missing):
             raise
         raise type(error)(
-            f"{lost[0]} is missing, and this run began with it: the checkpoint in {cfg.output_dir} has the weights "
+            f"{missing[0]} is missing, and this run began with it: the checkpoint in {cfg.output_dir} has the weights "
             "that train, while frozen weights, configuration and tokenizer are read from there. Put it back, or name "
-            f"its new place with {lost[0].partition('=')[0]}=PATH, which continues the run"
+            f"its new place with {missing[0].partition('=')[0]}=PATH, which continues the run"
         ) from error
 
 
@@ -174,13 +177,13 @@ def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> di
         return find_weights(model, model.parts, cfg.model, projector, cfg.seed)
     except ModelError as error:
         notes = read_notes(projector.parent if projector.is_file() else projector) if projector is not None else {}
-        theirs = [f"model.{part}={notes[part]}" for part in ("language", "vision") if notes.get(part)]
-        ours = [f"model.language={cfg.model.language}", f"model.vision={cfg.model.vision}"]
-        if len(theirs) < len(ours) or theirs == ours or str(projector) not in str(error):
+        trained_with = [f"model.{part}={notes[part]}" for part in ("language", "vision") if notes.get(part)]
+        configured = [f"model.language={cfg.model.language}", f"model.vision={cfg.model.vision}"]
+        if len(trained_with) < len(configured) or trained_with == configured or str(projector) not in str(error):
             raise
         raise type(error)(
-            f"{error}; model.projector={cfg.model.projector} was trained with {' '.join(theirs)}: give these keys here "
-            "too"
+            f"{error}; model.projector={cfg.model.projector} was trained with {' '.join(trained_with)}: give these "
+            "keys here too"
         ) from error
 
 
@@ -199,9 +202,12 @@ def check_prompts(cfg: Config, model: Architecture) -> list[str]:
     if cfg.exports_model:
         dtype = DTYPES[cfg.export.stored]
         rehearse(source, dtype)
-        if isinstance(source, WholeSource) and (unnamed := unnamed_ends(source.folder, language)) is not None:
+        if (
+            isinstance(source, WholeSource)
+            and (unnamed := warning_of_unnamed_ends(source.folder, language)) is not None
+        ):
             warnings.append(unnamed)
-        if is_rounded(model.parts, dtype):
+        if folding_rounds(model.parts, dtype):
             warnings.append(
                 f"export.dtype={cfg.export.dtype.value} rounds the output layer once more in the export, as its weight "
                 f"is multiplied by {model.parts.logit_change.factor:g} ({language.model_type}); export.dtype=fp32 does "
@@ -216,12 +222,12 @@ def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.trained_template != VICUNA or (kind == "llama" and not is_llama_3):
         return []
-    better = prompts_of(kind)
-    cure = f"data.template={better} has those of its instruct models"
-    if better is None:
+    better_template = prompts_of(kind)
+    cure = f"data.template={better_template} has those of its instruct models"
+    if better_template is None:
         cure = "data.template chooses others, which its instruct models may know (a base model learns any)"
-    named = "a Llama 3" if is_llama_3 else kind
-    return [f"data.template=v1 has Vicuna's prompts, and the language model is {named}; {cure}"]
+    model_name = "a Llama 3" if is_llama_3 else kind
+    return [f"data.template=v1 has Vicuna's prompts, and the language model is {model_name}; {cure}"]
 
 
 def prompts_of(kind: str) -> str | None:
@@ -248,18 +254,18 @@ def with_template(cfg: C, parts: Parts) -> C:
         return with_template_of_class(cfg, parts)
     if cfg.data.template not in (AUTO, OWN):
         return cfg
-    trained = None if parts.whole is None else read_notes(parts.whole).get("template")
+    trained_template = None if parts.whole is None else read_notes(parts.whole).get("template")
     name = own_name(parts.language_folder)
     if name is not None and cfg.data.template == AUTO and parts.whole is not None:
         has_own = parts.grid_pinpoints is not None or is_whole(parts.whole)
-        name = usable_name(parts.language_folder) if has_own and trained is None else None
+        name = usable_name(parts.language_folder) if has_own and trained_template is None else None
     if cfg.data.template == OWN:
         if name is None:
             raise ConfigError(
                 f"data.template={OWN}, and {parts.language_folder} has no chat template; set chatml or v1"
             )
-    elif trained not in (None, STAGE_1):
-        name = trained
+    elif trained_template not in (None, STAGE_1):
+        name = trained_template
     elif name is None or cfg.labels is not Parity.exact:
         name = prompts_of(str(parts.language.model_type)) or VICUNA
     return replace(cfg, data=replace(cfg.data, template=name))
@@ -282,11 +288,11 @@ def with_template_of_class(cfg: C, parts: Parts) -> C:
 def few_steps(cfg: Config, steps: int) -> list[str]:
     """Return a warning, in a list, if a training of `steps` steps will hardly change the model: the dataset has few
     records or, if the user has set `max_steps`, the learning rate of all steps is 0."""
-    warmup, is_chosen = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
+    warmup, is_set_by_user = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
     factors = (SCHEDULES[cfg.optim.schedule](step, steps, warmup) for step in range(steps))
-    if any(factors) if is_chosen else steps >= FEW_STEPS:
+    if any(factors) if is_set_by_user else steps >= FEW_STEPS:
         return []
-    cure = "raise max_steps" if is_chosen else "for small data lower global_batch_size, or raise epochs"
+    cure = "raise max_steps" if is_set_by_user else "for small data lower global_batch_size, or raise epochs"
     return [
         f"{steps} step{'s' * (steps > 1)} of {cfg.global_batch_size} samples will hardly change the model: the "
         f"learning rate is warmed up from 0 for {min(warmup, steps)} of them; {cure}"

@@ -45,12 +45,14 @@ def about_run(
 ) -> dict[str, Any]:
     """Describe the current start of a run. `weights`: the properties of all parameters."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
-    tensor, layout, own = cfg.parallel.tensor, RankLayout(cfg.parallel, world.size), weights
+    tensor, layout, weights_of_rank = cfg.parallel.tensor, RankLayout(cfg.parallel, world.size), weights
     if tensor > 1:
-        own = divided_weights(weights, tensor_plan(model, tensor), tensor, 0)
-    groups = [list(own.values())]
+        weights_of_rank = divided_weights(weights, tensor_plan(model, tensor), tensor, 0)
+    groups = [list(weights_of_rank.values())]
     if cfg.parallel.pipeline > 1:
-        groups = weights_of_groups(model, own, plan_of_stages(cfg, model, mean_counts(records)), cfg.parallel)
+        groups = weights_of_groups(
+            model, weights_of_rank, plan_of_stages(cfg, model, mean_counts(records)), cfg.parallel
+        )
     shard_size = layout.shard_size(cfg.sharding.shard_size, world.local_size)
     sharding = partial(
         bytes_per_rank,
@@ -61,8 +63,8 @@ def about_run(
         offload=cfg.offload.mode,
         divided=tensor > 1 or cfg.parallel.pipeline > 1,
     )
-    of_groups = [sharding(each) for each in groups]
-    held = max(of_groups, key=lambda own: own.parameters + own.gradients + own.optimizer)
+    groups_bytes = [sharding(each) for each in groups]
+    at_rest = max(groups_bytes, key=lambda own: own.parameters + own.gradients + own.optimizer)
     return {
         "time": time.time(),
         "ranks": world.size,
@@ -78,7 +80,11 @@ def about_run(
         "trains": [[name, *counts] for name, counts in trained_counts(weights, model.named_parts).items()],
         "unlike": unlike_original(cfg, compiles) if model.processor_folder is None else None,
         "recipe": differences(cfg, sys.argv[1:]),
-        "at_rest": {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer},
+        "at_rest": {
+            "parameters": at_rest.parameters,
+            "gradients": at_rest.gradients,
+            "optimizer": at_rest.optimizer,
+        },
         "planned_peak": planned_peak(cfg, world, model, records),
     }
 
@@ -125,10 +131,10 @@ def commit() -> str | None:
     git = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        found = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10, env=environment)
+        done = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10, env=environment)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 def command_line() -> str:

@@ -42,22 +42,22 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
     """Raise ConfigError on every rank if software differs between ranks; log a warning if hardware or kernels differ.
     The messages contain each version, its ranks and their hosts. Collective. `gather` takes this rank's list, and
     returns the lists of all ranks, concatenated in rank order."""
-    own = {name: read() for name, read in must_agree(cfg).items()}
-    may = {name: read() for name, read in may_differ(device).items()}
-    found = gather([(socket.gethostname(), own, may)])
+    must_be_equal = {name: read() for name, read in readers_of_software(cfg).items()}
+    may_be_other = {name: read() for name, read in readers_of_hardware(device).items()}
+    found = gather([(socket.gethostname(), must_be_equal, may_be_other)])
     hosts = [host for host, _, _ in found]
-    wrong = differences(hosts, [facts for _, facts, _ in found])
-    if wrong:
+    different = differences(hosts, [facts for _, facts, _ in found])
+    if different:
         raise ConfigError(
-            f"the ranks run different software and would compute different results. {'; '.join(wrong)}. Install the "
-            "same versions on every machine, from one checkout"
+            f"the ranks run different software and would compute different results. {'; '.join(different)}. Install "
+            "the same versions on every machine, from one checkout"
         )
-    unlike = differences(hosts, [facts for _, _, facts in found])
-    if unlike and env_rank() == 0:
-        log().warning("the machines of this run differ, which changes rounding or speed. %s", "; ".join(unlike))
+    other_hardware = differences(hosts, [facts for _, _, facts in found])
+    if other_hardware and env_rank() == 0:
+        log().warning("the machines of this run differ, which changes rounding or speed. %s", "; ".join(other_hardware))
 
 
-def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
+def readers_of_software(cfg: Config) -> dict[str, Callable[[], str]]:
     """Return functions that read the versions of software that must be the same on all ranks, because another version
     could change results."""
     used = {
@@ -78,7 +78,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
     }
 
 
-def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
+def readers_of_hardware(device: torch.device) -> dict[str, Callable[[], str]]:
     """Return functions that describe hardware and software that may differ between ranks, with only a warning."""
     return {
         "device": lambda: device_name(device),
@@ -144,12 +144,12 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
         for rank, own in enumerate(facts):
             ranks_of.setdefault(own.get(name), []).append(rank)
         if len(ranks_of) > 1:
-            values = [f"{value or 'unknown'} on {describe(ranks, hosts)}" for value, ranks in ranks_of.items()]
+            values = [f"{value or 'unknown'} on {describe_ranks(ranks, hosts)}" for value, ranks in ranks_of.items()]
             found.append(f"{name}: {', '.join(values)}")
     return found
 
 
-def describe(ranks: list[int], hosts: list[str]) -> str:
+def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
     """Describe ranks, in ascending order, and their hosts, such as `ranks 8-15 (node1)`."""
     spans: list[list[int]] = []
     for rank in ranks:

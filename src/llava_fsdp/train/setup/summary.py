@@ -78,7 +78,7 @@ class RunFacts:
     """The model's parts (`Architecture.named_parts`)."""
     kernel: Kernel | None
     """None if rows are padded."""
-    planned: int | None
+    planned_peak: int | None
     """Planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU."""
     is_llava: bool
     """Whether the original could train the model; it knows no models that are trained as their class has them."""
@@ -99,7 +99,7 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
-        facts.add_row("base", describe_packed(cfg, weights.values()))
+        facts.add_row("base", describe_quantized(cfg, weights.values()))
     facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.trained_template}")
     facts.add_row("steps", describe_steps(cfg, loader, float(np.mean(records.lengths))))
     facts.add_row("learning", describe_learning(cfg.optim, weights, run.parts))
@@ -109,9 +109,9 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
     attention = "SDPA over padded rows" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
     facts.add_row("kernels", f"attention {attention}; compile {'yes' if compiling.on else 'no'} ({compiling.reason})")
-    if run.planned is not None:
+    if run.planned_peak is not None:
         there = torch.cuda.get_device_properties(world.device).total_memory
-        facts.add_row("memory", f"{readable(run.planned)} planned of the {readable(there)} of each GPU")
+        facts.add_row("memory", f"{readable(run.planned_peak)} planned of the {readable(there)} of each GPU")
     facts.add_row("saves", describe_saves(cfg, run.held_out))
     facts.add_row("output", f"{cfg.output_dir}, a page of it in {cfg.output_dir}/{REPORT_FILE}")
     if run.is_llava:
@@ -120,10 +120,12 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
 
 
 def describe_trained(weights: dict[str, Weight], named: Mapping[str, NamedPart]) -> str:
+    """Say in one line how many parameters train, of the model and of each of its parts."""
     counts = trained_counts(weights, named)
-    trains, total = (sum(column) for column in zip(*((own, own + rest) for own, rest in counts.values()), strict=True))
-    parts = ", ".join(f"{named[part].title} {own:,}" for part, (own, _) in counts.items() if own)
-    return f"{trains:,} of {total:,} parameters ({trains / total:.1%}): {parts}"
+    trainable = sum(count for count, _ in counts.values())
+    total = trainable + sum(frozen for _, frozen in counts.values())
+    parts = ", ".join(f"{named[part].title} {count:,}" for part, (count, _) in counts.items() if count)
+    return f"{trainable:,} of {total:,} parameters ({trainable / total:.1%}): {parts}"
 
 
 def describe_blocks(train: list[str]) -> str:
@@ -131,21 +133,22 @@ def describe_blocks(train: list[str]) -> str:
     return f" (model.train=[{','.join(train)}])" if any(":" in text for text in train) else ""
 
 
-def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
+def describe_steps(cfg: Config, loader: Loader, mean_tokens: float) -> str:
+    """Say how many steps and epochs the training has, and how large a step is. `mean_tokens`: tokens of a sample."""
     per_epoch, total = loader.steps.sampler.per_epoch, loader.total_steps
     samples = len(loader.steps.sampler.samples(0))  # fewer than global_batch_size if there are fewer records
     return (
         f"{total:,}, {total / per_epoch:.3g} epochs of {per_epoch:,}; a step has {samples:,} "
-        f"sample{'s' * (samples != 1)}, about {samples * mean:,.0f} tokens"
+        f"sample{'s' * (samples != 1)}, about {samples * mean_tokens:,.0f} tokens"
     )
 
 
 def describe_learning(optim: OptimConfig, weights: dict[str, Weight], parts: Mapping[str, NamedPart]) -> str:
     """Return the learning rates of the parts of the model that train, and their schedule."""
-    trained = [part for part, (trains, _) in trained_counts(weights, parts).items() if trains]
-    own = {part: optim.lr if (rate := rate_of(parts[part], optim)) is None else rate for part in trained}
-    named = ", ".join(f"{parts[part].title} {rate:g}" for part, rate in own.items() if rate != optim.lr)
-    rates = set(own.values())
+    trained_parts = [part for part, (trains, _) in trained_counts(weights, parts).items() if trains]
+    rate_of_part = {part: optim.lr if (rate := rate_of(parts[part], optim)) is None else rate for part in trained_parts}
+    named = ", ".join(f"{parts[part].title} {rate:g}" for part, rate in rate_of_part.items() if rate != optim.lr)
+    rates = set(rate_of_part.values())
     if len(rates) == 1:
         shown = f"{rates.pop():g}"
     else:
@@ -158,19 +161,20 @@ def describe_sharding(cfg: Config, world: World) -> str:
     """Say in one line how weights, layers and activations are divided and kept."""
     groups, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
     size = RankLayout(cfg.parallel, world.size).ranks_per_stage
-    found = f"{cfg.sharding.strategy.value} over {size} {world.device.type} rank{'s' * (size > 1)}"
-    found += f" in each of {groups} groups, which have different layers" if groups > 1 else ""
-    found += f", of which each {tensor} compute every layer together" if tensor > 1 else ""
+    text = f"{cfg.sharding.strategy.value} over {size} {world.device.type} rank{'s' * (size > 1)}"
+    text += f" in each of {groups} groups, which have different layers" if groups > 1 else ""
+    text += f", of which each {tensor} compute every layer together" if tensor > 1 else ""
     if cfg.parallel.expert > 1:
-        found += f", each {cfg.parallel.expert} of which share the experts"
-    found += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
+        text += f", each {cfg.parallel.expert} of which share the experts"
+    text += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
     if cfg.offload.mode is not OffloadMode.none:
-        found += f", offload {describe_offload(cfg, world.device)}"
+        text += f", offload {describe_offload(cfg, world.device)}"
     units = describe_units(cfg.sharding)
-    return f"{found}; {units}" if units else found
+    return f"{text}; {units}" if units else text
 
 
 def describe_saves(cfg: Config, held_out: HeldOut | None) -> str:
+    """Say in one line when checkpoints are saved and when the model is validated."""
     every = "at the end" if cfg.checkpoint.every is None else f"every {cfg.checkpoint.every:,} steps and at the end"
     return f"{every}; validates {'never' if held_out is None else describe_held_out(cfg, held_out)}"
 
@@ -179,50 +183,53 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
     """Describe the LoRA adapters in one line, with the number of adapted layers of each kind. `names`: parameters."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(module.rpartition(".")[2] for module in modules)
-    found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
-    found += ", DoRA" if lora.use_dora else ""
-    found += f", biases {lora.bias.value}" if lora.bias is not LoraBias.none else ""
-    found += f", from {lora.checkpoint}" if lora.checkpoint else ""
-    return f"{found}; {len(modules)} linear layers: {', '.join(f'{kind} ({n})' for kind, n in kinds.items())}"
+    text = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
+    text += ", DoRA" if lora.use_dora else ""
+    text += f", biases {lora.bias.value}" if lora.bias is not LoraBias.none else ""
+    text += f", from {lora.checkpoint}" if lora.checkpoint else ""
+    return f"{text}; {len(modules)} linear layers: {', '.join(f'{kind} ({n})' for kind, n in kinds.items())}"
 
 
-def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
-    packed = [w for w in weights if w.per_element > 1]
-    held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
-    count, quantize = sum(w.count for w in packed), cfg.model.quantize
+def describe_quantized(cfg: Config, weights: Iterable[Weight]) -> str:
+    """Say in one line how the weights of the base model are quantized."""
+    quantized = [w for w in weights if w.per_element > 1]
+    nbytes = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in quantized)
+    count, quantize = sum(w.count for w in quantized), cfg.model.quantize
     double = ", scales quantised again" if quantize.double and quantize.mode is not Quantizer.int8 else ""
     kind = f"{quantize.mode.value}{double}"
-    return f"{len(packed)} linear layers of the language model in {kind}: {8 * held / count:.4g} bits a weight"
+    return f"{len(quantized)} linear layers of the language model in {kind}: {8 * nbytes / count:.4g} bits a weight"
 
 
 def describe_data(cfg: Config, records: Records) -> str:
+    """Say in one line which files are read, and how many of their records are used."""
     files = ", ".join(f"{name} ({own.path})" for name, own in cfg.data.sources.items()) or cfg.data.path
-    wrong = f", {records.out:,} skipped as wrong" if records.out else ""
-    long = f", {records.long:,} skipped as too long" if records.long else ""
+    wrong = f", {records.num_wrong:,} skipped as wrong" if records.num_wrong else ""
+    long = f", {records.num_too_long:,} skipped as too long" if records.num_too_long else ""
     examined = records.index.examined
     images = f"; {examined.summary}" if examined is not None else ""
     return f"{files}: {len(records):,} records{wrong}{long}{images}"
 
 
 def describe_held_out(cfg: Config, held_out: HeldOut) -> str:
-    own = describe_data(cfg.held_out, held_out.loader.steps.records)
+    """Say how often the model is validated, on which records and questions."""
+    records_text = describe_data(cfg.held_out, held_out.loader.steps.records)
     questions = (
         f"{len(held_out.questions):,} questions by {cfg.val.metric.value}" if held_out.questions else "no questions"
     )
-    return f"every {cfg.val.every:,} steps; {own}; {questions}"
+    return f"every {cfg.val.every:,} steps; {records_text}; {questions}"
 
 
 def describe_precision(precision: PrecisionConfig) -> str:
     """Say in one line in which dtypes the training stores and computes, without the compute dtype."""
-    found = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
-    found += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
+    text = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
+    text += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
     if precision.linear is not LinearKind.same:
         number = precision.linear.value.removesuffix("_mixed")
-        found += f"; linear layers of the language model's blocks multiply in {number}"
+        text += f"; linear layers of the language model's blocks multiply in {number}"
     if precision.param_dtype is DType.fp16:
         fixed = precision.scaler.scale
-        found += f"; loss scale {f'2**{precision.scaler.initial_power}, dynamic' if fixed is None else f'{fixed:g}'}"
-    return found
+        text += f"; loss scale {f'2**{precision.scaler.initial_power}, dynamic' if fixed is None else f'{fixed:g}'}"
+    return text
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
@@ -260,10 +267,10 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 
 def trained_counts(weights: dict[str, Weight], parts: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return the number of (trainable, frozen) weights in each part of the model (vision tower, projector, ...)."""
-    found = {}
+    counts = {}
     for part in parts:
         own = [w for n, w in weights.items() if part_name(n, parts) == part]
         if own:
             trains = sum(w.count for w in own if w.trainable)
-            found[part] = trains, sum(w.count for w in own) - trains
-    return found
+            counts[part] = trains, sum(w.count for w in own) - trains
+    return counts

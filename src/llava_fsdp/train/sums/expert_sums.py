@@ -74,18 +74,18 @@ class ExpertSums:
         positions = self.outputs.positions
         if positions is not None:
             samples = positions.of(samples, micro.input_ids.shape)
-        total = torch.zeros_like(self.total)
+        loss_sum = torch.zeros_like(self.total)
         with torch.set_grad_enabled(self.coefficient > 0):
-            counts = of_all = [count_choices(output, samples, len(lengths)) for output in kept]
-            if positions is not None and counts:
-                of_all = list(positions.summed(torch.stack(counts)).unbind())
-            for output, own, whole in zip(kept, counts, of_all, strict=True):
-                total = total + balance_loss(output, samples, lengths, whole)
-                self.loads[self.outputs.places[output.router.name]] += own[:-1].sum(0)
-            total = total * self.share
+            counts = counts_of_row = [count_choices(output, samples, len(lengths)) for output in kept]
+            if positions is not None and counts:  # other ranks have the other positions of the row
+                counts_of_row = list(positions.summed(torch.stack(counts)).unbind())
+            for output, own_count, row_count in zip(kept, counts, counts_of_row, strict=True):
+                loss_sum = loss_sum + balance_loss(output, samples, lengths, row_count)
+                self.loads[self.outputs.places[output.router.name]] += own_count[:-1].sum(0)
+            loss_sum = loss_sum * self.share
         kept.clear()
-        self.total += total.detach()
-        return self.coefficient * total if is_trained else None
+        self.total += loss_sum.detach()
+        return self.coefficient * loss_sum if is_trained else None
 
     def summed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum over all ranks. A collective if there are routers.
@@ -109,10 +109,12 @@ class WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """Return `hidden`, as a new tensor of the autograd graph."""
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pass the gradient of the hidden states on, and begin the loss's own backward pass with 1."""
         (gradient,) = gradients
         return gradient, torch.ones((), dtype=torch.float32, device=gradient.device)
 

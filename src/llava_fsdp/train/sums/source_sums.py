@@ -35,10 +35,10 @@ class SourceSums:
         # not `index_add`, because the order of its additions is not fixed on CUDA
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
-    def summed(self) -> torch.Tensor:
+    def sum_over_ranks(self) -> torch.Tensor:
         """Sum the losses of each data source over all ranks: float32 [sources]; [0] for a single one. A collective if
         there are several sources."""
-        return summed(self.sums) if len(self.sums) else self.sums
+        return sum_over_ranks(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
         """Return the mean loss per label token (a token that is in the loss) of each data source. It is None for a
@@ -46,7 +46,7 @@ class SourceSums:
 
         Args:
             loss: the mean loss of the step.
-            sums: `summed`, on the host.
+            sums: `sum_over_ranks`, on the host.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -54,7 +54,7 @@ class SourceSums:
         return {name: total / labels if labels else None for (name, labels), total in found}
 
 
-def summed(value: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place, and return it. Collective."""
     if dist.is_initialized():
         dist.all_reduce(value)

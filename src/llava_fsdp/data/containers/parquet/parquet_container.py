@@ -105,8 +105,11 @@ class GroupLocations:
 
     def location(self, index: int) -> ImageLocation | None:
         """Return the location of an element; None for a null."""
-        offset, size, page = (int(own[index]) for own in (self.values.offset, self.values.size, self.values.page))
-        return ImageLocation(self.file, offset, size, None if page < 0 else self.pages[page]) if size >= 0 else None
+        values = self.values
+        offset, size, page = int(values.offset[index]), int(values.size[index]), int(values.page[index])
+        if size < 0:
+            return None
+        return ImageLocation(self.file, offset, size, None if page < 0 else self.pages[page])
 
 
 class ParquetContainer:
@@ -141,18 +144,18 @@ class ParquetContainer:
                 f"it claims {rows:,} rows in {self.reader.size:,} bytes, which cannot be different records", SPELL_OUT
             )
 
-    def check_values(self, path: str, group: int, each: int) -> Chunk:
-        """Return a column chunk. Raise DataError if its values, of `each` bytes of memory, would take more than a file
-        of this size may."""
+    def check_values(self, path: str, group: int, value_bytes: int) -> Chunk:
+        """Return a column chunk. Raise DataError if its values, of `value_bytes` bytes of memory, would take more than
+        a file of this size may."""
         chunk = self.footer.chunk(path, group)
-        if chunk.values * each > self.most_bytes:
+        if chunk.values * value_bytes > self.most_bytes:
             chunk.refuse(f"it claims {chunk.values:,} values in a file of {self.reader.size:,} bytes", SPELL_OUT)
         return chunk
 
     def binary_leaves(self) -> list[str]:
         """Return the paths of the leaf columns that may contain images: bytes that the schema does not declare as
         text."""
-        return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
+        return [path for path, leaf in self.footer.leaves.items() if leaf.is_binary]
 
     def locations(self, path: str, group: int) -> GroupLocations:
         """Locate the images in a leaf column (by its path) of a row group. Raise DataError if it cannot have images."""
@@ -175,34 +178,36 @@ class ParquetContainer:
 
     def batches(self, group: int, leave_out: Collection[str]) -> Iterator[Any]:
         """Yield the rows of a row group as pyarrow RecordBatches, without the leaf columns `leave_out`; a struct keeps
-        its other fields. A batch has at most ROWS_AT_ONCE rows, and fewer if rows repeat long values."""
+        its other fields. A batch has at most ROWS_AT_ONCE rows, and fewer if rows may take many bytes."""
         chunks = {path: self.footer.chunk(path, group) for path in self.footer.leaves}
         kept = [path for path in chunks if path not in leave_out]
         for path in kept:
-            if any(out.startswith(f"{path}.") for out in leave_out):  # pyarrow would read both
+            # asked for `image`, pyarrow would also read `image.bytes`, which is to be left out
+            if any(out.startswith(f"{path}.") for out in leave_out):
                 chunks[path].refuse("another column's path begins with its own", "give it another name")
-        found = [self.check_pages(self.check_values(path, group, VALUE_BYTES)) for path in kept]
-        longest, unpacked, left = (
-            max((own[0] for own in found), default=0),
-            sum(own[1] for own in found),
-            self.rows(group),
-        )
-        if unpacked > self.most_bytes:
+        repeatable_bytes = unpacked_bytes = 0  # those of the largest page that rows can repeat, and of all pages
+        for path in kept:
+            repeatable, unpacked = self.check_pages(self.check_values(path, group, VALUE_BYTES))
+            repeatable_bytes = max(repeatable_bytes, repeatable)
+            unpacked_bytes += unpacked
+        if unpacked_bytes > self.most_bytes:
             self.footer.refuse(
-                f"row group {group} claims {unpacked:,} bytes in a file of {self.reader.size:,} bytes", SPELL_OUT
+                f"row group {group} claims {unpacked_bytes:,} bytes in a file of {self.reader.size:,} bytes", SPELL_OUT
             )
-        longest = max(longest, unpacked // max(1, left))
-        rows = max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, longest)))
+        rows_left = self.rows(group)
+        # a row has the mean size, or if rows repeat a value at most that of the page that has it
+        row_bytes = max(repeatable_bytes, unpacked_bytes // max(1, rows_left))
+        batch_rows = max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, row_bytes)))
         with self.reading(group):
-            batches = self.arrow.iter_batches(rows, row_groups=[group], columns=kept, use_threads=False)
+            batches = self.arrow.iter_batches(batch_rows, row_groups=[group], columns=kept, use_threads=False)
         while True:
             with self.reading(group):
                 batch = next(batches, None)
             if batch is None:
                 break
-            left -= batch.num_rows
+            rows_left -= batch.num_rows
             yield batch
-        if left:
+        if rows_left:
             self.footer.refuse(f"the columns of row group {group} have other numbers of rows than it says", COPY_AGAIN)
 
     @functools.cached_property
@@ -230,11 +235,11 @@ class ParquetContainer:
         """Check the sizes in the page headers of a chunk, before pyarrow allocates memory for the pages. Return the
         size in bytes of the largest page whose values rows can repeat (a dictionary, or a page with the encoding
         DELTA_BYTE_ARRAY), and that of all pages."""
-        longest = unpacked = 0
+        repeatable_bytes = unpacked_bytes = 0
         for header in page_headers(chunk):
             if header.unpacked > min(MOST_BYTES, header.packed * MOST_RATIO.get(chunk.codec, MOST_BYTES)):
                 chunk.refuse(f"the page at byte {header.body} claims {header.unpacked} bytes from {header.packed}")
             if header.kind == DICTIONARY or header.encoding == DELTA_BYTE_ARRAY:
-                longest = max(longest, header.unpacked)
-            unpacked += header.unpacked
-        return longest, unpacked
+                repeatable_bytes = max(repeatable_bytes, header.unpacked)
+            unpacked_bytes += header.unpacked
+        return repeatable_bytes, unpacked_bytes

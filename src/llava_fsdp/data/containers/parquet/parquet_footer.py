@@ -36,7 +36,7 @@ class Leaf:
     """Index of the column among all leaf columns."""
     kind: int
     """Physical type, as an index into `TYPES`."""
-    binary: bool
+    is_binary: bool
     """Whether the values are bytes that the schema does not declare as text, JSON or numbers."""
     max_definition: int
     max_repetition: int
@@ -56,7 +56,7 @@ class Footer:
             if 8 in self.fields:
                 self.refuse("it is encrypted", DECRYPT)
             self.groups = structs(self.fields, 4)
-            self.leaves = leaves(structs(self.fields, 2))
+            self.leaves = find_leaves(structs(self.fields, 2))
         except Malformed as error:
             self.refuse(f"its footer is damaged ({error})", COPY_AGAIN)
 
@@ -78,9 +78,11 @@ class Footer:
         return self.file.read(size - 8 - footer, footer)
 
     def refuse(self, problem: str, cure: str) -> NoReturn:
+        """Raise a DataError about the file."""
         raise DataError(f"{self.file.name}: {problem}; {cure}").about(file=self.file.name)
 
     def rows(self, group: int) -> int:
+        """Return the number of rows of a row group, as the footer claims it."""
         try:
             return number_of(self.groups[group], 3, MOST_VALUES)
         except Malformed as error:
@@ -113,7 +115,7 @@ class Footer:
             meta = column.get(3)
             if not isinstance(meta, dict):
                 raise Malformed("it has no metadata")
-            if number_of(meta, 1) != leaf.kind or b".".join(names(meta.get(3))).decode() != path:
+            if number_of(meta, 1) != leaf.kind or b".".join(check_names(meta.get(3))).decode() != path:
                 raise Malformed("its path or type is not that of the schema")
             codec = CODECS[number_of(meta, 4, len(CODECS) - 1)]
             values = number_of(meta, 5, MOST_VALUES)
@@ -137,18 +139,21 @@ def structs(fields: dict[int, Any], field: int) -> list[dict[int, Any]]:
     return found
 
 
-def names(value: Any) -> list[bytes]:
+def check_names(value: Any) -> list[bytes]:
+    """Return a field that is a list of names; raise Malformed if it is not one."""
     if not isinstance(value, list) or not all(isinstance(name, bytes) for name in value):
         raise Malformed("a list of names is missing")
     return value
 
 
-def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
+def find_leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
     """Return the leaf columns of a schema by their dotted paths, such as `image.bytes`. Its elements are Thrift structs
     {field number: value} in depth-first order: each group is followed by its children."""
     found: dict[str, Leaf] = {}
     # numbers of fields are those of SchemaElement in parquet.thrift: 1 type, 3 repetition, 4 name, 5 number of children
-    # for each open group: number of children to come, path, definition level, repetition level, element level
+    # A column that may be null, or a list, raises the definition level of its leaves by 1, and a list their repetition
+    # level, too. For each open group: number of children to come, path, definition level, repetition level, definition
+    # level of an element of the innermost list
     open_groups: list[tuple[int, tuple[str, ...], int, int, int]] = []
     for place, element in enumerate(schema):
         if place == 0:
@@ -158,30 +163,31 @@ def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
                 open_groups.pop()
             if not open_groups or len(open_groups) > MOST_NESTING:
                 raise Malformed("its columns are nested in an impossible way, or too deep")
-            left, path, definition, repetition, in_list = open_groups.pop()
-            open_groups.append((left - 1, path, definition, repetition, in_list))
-            how = number_of(element, 3, REPEATED)
-            definition += how in (OPTIONAL, REPEATED)
-            if how == REPEATED:
-                repetition, in_list = repetition + 1, definition
-            (name,) = names([element.get(4)])
-            path = (*path, decoded(name))
+            children_left, path, definition, repetition, element_level = open_groups.pop()
+            open_groups.append((children_left - 1, path, definition, repetition, element_level))
+            repetition_type = number_of(element, 3, REPEATED)
+            definition += repetition_type in (OPTIONAL, REPEATED)
+            if repetition_type == REPEATED:
+                repetition, element_level = repetition + 1, definition
+            (name,) = check_names([element.get(4)])
+            path = (*path, decode_name(name))
             if 1 not in element:
-                open_groups.append((number_of(element, 5), path, definition, repetition, in_list))
+                open_groups.append((number_of(element, 5), path, definition, repetition, element_level))
                 continue
             kind = number_of(element, 1, len(TYPES) - 1)
-            own = ".".join(path)
-            if own in found:
-                raise Malformed(f"two columns have the path {shown_name(own)}; give one of them another name")
+            dotted_path = ".".join(path)
+            if dotted_path in found:
+                raise Malformed(f"two columns have the path {shown_name(dotted_path)}; give one of them another name")
             # fields 6 and 10 give bytes a meaning, such as text
             binary = kind == BYTE_ARRAY and 6 not in element and 10 not in element
-            found[own] = Leaf(len(found), kind, binary, definition, repetition, in_list)
-    if any(left for left, *_ in open_groups):
+            found[dotted_path] = Leaf(len(found), kind, binary, definition, repetition, element_level)
+    if any(children_left for children_left, *_ in open_groups):
         raise Malformed("its schema ends early")
     return found
 
 
-def decoded(name: bytes) -> str:
+def decode_name(name: bytes) -> str:
+    """Return the name of a column as text; raise Malformed if it is not UTF-8."""
     try:
         return name.decode()
     except UnicodeDecodeError as error:

@@ -32,6 +32,7 @@ class Cursor:
         self.fields, self.most_fields = 0, most_fields
 
     def take(self, size: int) -> bytes:
+        """Read `size` bytes; raise EndsEarly if fewer are left."""
         if size > len(self.data) - self.at:
             raise EndsEarly(f"{size} bytes expected, {len(self.data) - self.at} are left")
         self.at += size
@@ -54,6 +55,7 @@ class Cursor:
         return number | byte << shift
 
     def zigzag(self) -> int:
+        """Read a number with a sign, which is stored as an unsigned one: 0, -1, 1, -2 as 0, 1, 2, 3."""
         number = self.varint()
         return (number >> 1) ^ -(number & 1)
 
@@ -66,34 +68,40 @@ class Cursor:
             # a field begins with its number, less that of the field before it (0: the number follows), and its type
             number = number + (head >> 4) if head >> 4 else self.zigzag()
             # the value of a boolean field is in the head of the field
-            values[number] = head & 15 == 1 if head & 15 in (1, 2) else self.value(head & 15, depth)
-            self.count()
+            values[number] = head & 15 == 1 if head & 15 in (1, 2) else self.read_value(head & 15, depth)
+            self.count_value()
         return values
 
-    def count(self) -> None:
+    def count_value(self) -> None:
+        """Count a value that was read; raise Malformed after too many: a few bytes could claim millions."""
         self.fields += 1
         if self.fields > self.most_fields:
             raise Malformed(f"it has more than {self.most_fields} fields")
 
-    def value(self, kind: int, depth: int) -> Any:
-        """Read a value of a Thrift type, by its number in the compact protocol. `depth` counts nested structs and
-        lists."""
-        self.count()
-        match kind:  # 1 and 2 booleans, 3 a byte, 4 to 6 integers, 7 a float, 8 bytes, 9 and 10 lists, 12 a struct
-            case 1 | 2:  # in a list
+    def read_value(self, kind: int, depth: int) -> Any:
+        """Read a value of a struct or a list. Raise Malformed if there are too many values, or for Thrift's types that
+        no Parquet header has (maps and UUIDs).
+
+        Args:
+            kind: number of the value's type in the compact protocol.
+            depth: number of structs and lists around the value.
+        """
+        self.count_value()
+        match kind:
+            case 1 | 2:  # a boolean in a list; that of a field has no byte of its own (see `struct`)
                 return self.byte() == 1
             case 3:
                 return self.byte()
-            case 4 | 5 | 6:
+            case 4 | 5 | 6:  # integers
                 return self.zigzag()
-            case 7:
+            case 7:  # a float, which no one needs: its bytes
                 return self.take(8)
             case 8:
                 return self.take(self.varint())
-            case 9 | 10:
+            case 9 | 10:  # a list or a set: its head has the number of elements, if that is below 15, and their type
                 head = self.byte()
-                count = self.varint() if head >> 4 == 15 else head >> 4
-                return [self.value(head & 15, depth + 1) for _ in range(count)]
+                length = self.varint() if head >> 4 == 15 else head >> 4
+                return [self.read_value(head & 15, depth + 1) for _ in range(length)]
             case 12:
                 return self.struct(depth + 1)
         raise Malformed(f"a value is of the unknown Thrift type {kind}")
@@ -108,7 +116,7 @@ def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> 
     return value
 
 
-def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
+def decode_small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
     """Decode `count` numbers of `width` bits (0 to 32), int64 [count], in Parquet's hybrid of run-length encoding and
     bit-packing, which stores levels and the ids of dictionary values. Raise Malformed if there are fewer."""
     if not 0 <= width <= 32:
@@ -119,17 +127,17 @@ def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
         head = cursor.varint()  # odd: (head >> 1) groups of 8 packed numbers follow; even: one number, to be repeated
         if head & 1:
             groups = min(head >> 1, -(-(count - done) // 8), GROUPS_AT_ONCE)
-            left = (head >> 1) - groups
+            groups_left = (head >> 1) - groups
             while groups:
                 # the last groups may be truncated after the last number
                 packed = cursor.take(min(groups * width, len(data) - cursor.at))
-                found = unpack_bits(packed, width, groups)[: count - done]
-                numbers[done : done + len(found)] = found
-                done += len(found)
-                if len(found) < groups * 8 and done < count:
+                unpacked = unpack_bits(packed, width, groups)[: count - done]
+                numbers[done : done + len(unpacked)] = unpacked
+                done += len(unpacked)
+                if len(unpacked) < groups * 8 and done < count:
                     raise EndsEarly(f"{done} of {count} numbers")
-                groups = min(left, -(-(count - done) // 8), GROUPS_AT_ONCE)
-                left -= groups
+                groups = min(groups_left, -(-(count - done) // 8), GROUPS_AT_ONCE)
+                groups_left -= groups
         else:
             run = min(head >> 1, count - done)
             numbers[done : done + run] = int.from_bytes(cursor.take((width + 7) // 8), "little")

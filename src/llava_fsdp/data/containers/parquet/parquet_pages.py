@@ -46,6 +46,7 @@ class Chunk:
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
+        """Raise a DataError about the column chunk."""
         raise DataError(
             f"{self.file.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
         ).about(file=self.file.name, key=self.column)
@@ -62,7 +63,7 @@ class PageHeader:
     unpacked: int
     values: int
     encoding: int
-    compressed: bool
+    is_compressed: bool
     level_encodings: tuple[int, ...] = ()
     level_sizes: tuple[int, int] = (0, 0)
     """With DATA_V2, numbers of bytes of the repetition and of the definition levels at the page's beginning, which are
@@ -73,21 +74,23 @@ class PageHeader:
 def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
     """Yield the page headers of a chunk. The pages' sizes and numbers of values are checked against those of the chunk.
     Raise DataError if a header is damaged."""
-    at, left, pages = chunk.begin, chunk.values, 0
-    while left:
+    at, values_left, pages = chunk.begin, chunk.values, 0  # offset of the next header, values to come, pages so far
+    while values_left:
         pages += 1
         if pages > chunk.values + MOST_EMPTY:
             chunk.refuse(f"it has more than {pages} pages for {chunk.values} values")
         if at >= chunk.end:
-            chunk.refuse(f"its pages hold {chunk.values - left} of {chunk.values} values")
+            chunk.refuse(f"its pages hold {chunk.values - values_left} of {chunk.values} values")
         try:
             header = page_header(chunk, at)
         except Malformed as error:
             chunk.refuse(f"the page header at byte {at} is damaged ({error})")
         if header.kind in (DATA, DATA_V2):
-            if header.values > left:
-                chunk.refuse(f"the page at byte {at} claims {header.values} values, {left} are left in its column")
-            left -= header.values
+            if header.values > values_left:
+                chunk.refuse(
+                    f"the page at byte {at} claims {header.values} values, {values_left} are left in its column"
+                )
+            values_left -= header.values
         yield header
         at = header.body + header.packed
 
@@ -99,29 +102,34 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
     kind, unpacked, packed = (number_of(fields, field) for field in (1, 2, 3))
     if packed > chunk.end - body:
         raise Malformed(f"a page of {packed} bytes leaves its column")
-    compressed = chunk.codec != UNCOMPRESSED
-    if not compressed and packed != unpacked:
+    is_compressed = chunk.codec != UNCOMPRESSED
+    if not is_compressed and packed != unpacked:
         raise Malformed(f"an uncompressed page has {packed} and {unpacked} bytes")
     crc = fields.get(4)
-    make = {"kind": kind, "body": body, "packed": packed, "unpacked": unpacked, "crc": crc}
+    fields_of_all = {"kind": kind, "body": body, "packed": packed, "unpacked": unpacked, "crc": crc}
     if kind == INDEX:
-        return PageHeader(**make, values=0, encoding=PLAIN, compressed=False)
+        return PageHeader(**fields_of_all, values=0, encoding=PLAIN, is_compressed=False)
     header = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, -1))
     if not isinstance(header, dict) or not (crc is None or isinstance(crc, int)):
         raise Malformed(f"a page of the kind {kind} without a header of its own")
-    make["values"] = number_of(header, 1)
+    fields_of_all["values"] = number_of(header, 1)
     if kind == DATA_V2:
         repetition, definition = number_of(header, 6), number_of(header, 5)
         if repetition + definition > min(packed, unpacked):
             raise Malformed(f"levels of {repetition + definition} bytes leave their page")
-        compressed = compressed and header.get(7, True) is not False
-        if not compressed and packed != unpacked:
+        is_compressed = is_compressed and header.get(7, True) is not False
+        if not is_compressed and packed != unpacked:
             raise Malformed(f"an uncompressed page has {packed} and {unpacked} bytes")
         return PageHeader(
-            **make, encoding=number_of(header, 4), compressed=compressed, level_sizes=(repetition, definition)
+            **fields_of_all,
+            encoding=number_of(header, 4),
+            is_compressed=is_compressed,
+            level_sizes=(repetition, definition),
         )
     levels = (number_of(header, 4), number_of(header, 3)) if kind == DATA else ()
-    return PageHeader(**make, encoding=number_of(header, 2), compressed=compressed, level_encodings=levels)
+    return PageHeader(
+        **fields_of_all, encoding=number_of(header, 2), is_compressed=is_compressed, level_encodings=levels
+    )
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:

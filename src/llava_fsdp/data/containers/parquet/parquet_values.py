@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llava_fsdp.data.containers.location import Page
-from llava_fsdp.data.containers.parquet.parquet_levels import EndsEarly, Malformed, small_numbers
+from llava_fsdp.data.containers.parquet.parquet_levels import EndsEarly, Malformed, decode_small_numbers
 from llava_fsdp.data.containers.parquet.parquet_pages import (
     DATA,
     DATA_V2,
@@ -72,10 +72,12 @@ class Values:
 
     @classmethod
     def join(cls, parts: list["Values"]) -> "Values":
+        """Concatenate positions of values."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("offset", "size", "page")))
 
     @classmethod
     def nulls(cls, count: int) -> "Values":
+        """Return the positions of `count` nulls."""
         return cls(np.zeros(count, np.int64), np.full(count, -1, np.int64), np.full(count, -1, np.int64))
 
 
@@ -93,7 +95,7 @@ def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarr
         chunk.refuse(f"images in pages compressed with {chunk.codec} are not read", REWRITE)
     if chunk.values > MOST_IMAGES:
         chunk.refuse(f"it has {chunk.values} values, most are {MOST_IMAGES}", REWRITE)
-    found, pages, levels, dictionary = [], [], [], Values.nulls(0)
+    values_of_pages, pages, levels, dictionary = [], [], [], Values.nulls(0)
     for header in page_headers(chunk):
         try:
             if header.kind == DICTIONARY:
@@ -102,14 +104,15 @@ def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarr
                 dictionary = plain_values(page_body(chunk, header), header.values, pages)
             elif header.kind in (DATA, DATA_V2):
                 definition, repetition, values = page_values(chunk, header, dictionary, pages)
-                found.append(values)
+                values_of_pages.append(values)
                 levels.append((definition, repetition))
         except (Malformed, DamagedPage) as error:
             chunk.refuse(f"the page at byte {header.body} cannot be read ({error})")
-    if not found:
+    if not values_of_pages:
         return Values.nulls(0), pages, np.zeros(0, np.int64), np.zeros(0, np.int64)
-    definition, repetition = (np.concatenate(own) for own in zip(*levels, strict=True))
-    return Values.join(found), pages, definition, repetition
+    all_definitions = np.concatenate([definition for definition, _ in levels])
+    all_repetitions = np.concatenate([repetition for _, repetition in levels])
+    return Values.join(values_of_pages), pages, all_definitions, all_repetitions
 
 
 def page_values(
@@ -124,18 +127,18 @@ def page_values(
     Returns:
         (definition levels, int64 [values]; repetition levels, int64 [values]; positions of the values, nulls included)
     """
-    plain = header.encoding == PLAIN
-    if not plain and header.encoding not in (PLAIN_DICTIONARY, RLE_DICTIONARY):
+    is_plain = header.encoding == PLAIN
+    if not is_plain and header.encoding not in (PLAIN_DICTIONARY, RLE_DICTIONARY):
         name = ENCODINGS.get(header.encoding, f"number {header.encoding}")
         chunk.refuse(f"images in the encoding {name} are not read", REWRITE)
     body, sizes = page_body(chunk, header), list(header.level_sizes)
     levels = []
     # in a page of version 2, the levels are before the compressed part
-    ahead = Body(chunk.file.read, header.body, header.body + sum(sizes))
-    for kind, most in enumerate((chunk.max_repetition, chunk.max_definition)):
+    level_bytes = Body(chunk.file.read, header.body, header.body + sum(sizes))
+    for kind, highest in enumerate((chunk.max_repetition, chunk.max_definition)):
         if header.kind == DATA_V2:
-            data, ahead = ahead.take(sizes[kind])
-        elif most == 0:
+            data, level_bytes = level_bytes.take(sizes[kind])
+        elif highest == 0:
             data = b""
         else:
             if header.level_encodings[kind] != RLE:
@@ -143,16 +146,16 @@ def page_values(
             length, body = body.take(4)
             check_runs(size := int.from_bytes(length, "little"), header.values)
             data, body = body.take(size)
-        levels.append(level(data, most, header.values))
+        levels.append(decode_levels(data, highest, header.values))
     repetition, definition = levels
-    present = definition == chunk.max_definition
-    count = int(present.sum())
-    if plain:
+    has_value = definition == chunk.max_definition
+    count = int(has_value.sum())
+    if is_plain:
         positions = plain_values(body, count, pages)
     else:
         positions = dictionary_values(body, count, dictionary)
     values = Values.nulls(header.values)
-    values.offset[present], values.size[present], values.page[present] = (
+    values.offset[has_value], values.size[has_value], values.page[has_value] = (
         positions.offset,
         positions.size,
         positions.page,
@@ -160,14 +163,15 @@ def page_values(
     return definition, repetition, values
 
 
-def level(data: bytes, most: int, count: int) -> np.ndarray:
-    """Decode the definition or repetition levels of a page, int64 [count], of which `most` is the highest possible."""
-    if most == 0:
+def decode_levels(data: bytes, highest: int, count: int) -> np.ndarray:
+    """Decode the definition or repetition levels of a page, int64 [count], of which `highest` is the highest
+    possible."""
+    if highest == 0:
         return np.zeros(count, np.int64)
     check_runs(len(data), count)
-    levels = small_numbers(data, most.bit_length(), count)
-    if count and levels.max() > most:
-        raise Malformed(f"a level is {levels.max()}, the highest is {most}")
+    levels = decode_small_numbers(data, highest.bit_length(), count)
+    if count and levels.max() > highest:
+        raise Malformed(f"a level is {levels.max()}, the highest is {highest}")
     return levels
 
 
@@ -183,8 +187,8 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
     version 2."""
     levels = sum(header.level_sizes)
     begin, end = header.body + levels, header.body + header.packed
-    whole = header.compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
-    if not whole:  # uncompressed images, which are not read
+    is_read = header.is_compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
+    if not is_read:  # uncompressed images, which are not read
         return Body(chunk.file.read, begin, end)
     if header.packed > MOST_BYTES:
         chunk.refuse(f"the page at byte {header.body} has {header.packed} bytes, most are {MOST_BYTES}", REWRITE)
@@ -194,7 +198,7 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
     if header.crc is not None and zlib.crc32(data) != header.crc & 0xFFFFFFFF:
         raise DamagedPage("its checksum is wrong")
     data, page = data[levels:], None
-    if header.compressed:
+    if header.is_compressed:
         page = Page(begin, len(data), chunk.codec, header.unpacked - levels)
         data = unpack(page, data)
     return Body(lambda at, size: data[at : at + size], 0, len(data), page)
@@ -229,7 +233,7 @@ def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
         return Values.nulls(0)
     width, body = body.take(1)
     check_runs(size := body.end - body.begin, count)
-    ids = small_numbers(body.take(size)[0], width[0], count)
+    ids = decode_small_numbers(body.take(size)[0], width[0], count)
     if ids.max() >= len(dictionary.size):
         raise Malformed(f"value {ids.max()} of a dictionary of {len(dictionary.size)}")
     return dictionary[ids]

@@ -21,7 +21,7 @@ from llava_fsdp.runtime.text.progress import Watch
 
 SHOWN = 5
 """Number of bad records that an error message lists."""
-NOTED = {
+WARNINGS = {
     Kind.tag_without_image: f"have {IMAGE_TAG} in their text but no image, and train as text: is the key called image?",
     Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
     Kind.special_token: "have a special token in their text (data.special_tokens says what becomes of it)",
@@ -34,7 +34,7 @@ NOTED = {
 """{kind of problem: warning about records that have it and are trained on}, to follow the number of these records."""
 
 
-def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, show: Watch) -> Records:
+def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, watch: Watch) -> Records:
     """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
     index, make it first.
 
@@ -46,61 +46,65 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, show: Watch
     """
     plan = Plan(cfg.data, encoder, reader, read_host().usable_cores)
     since = last_look(plan)
-    records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
+    records = Records(open_index(plan, watch), cfg.labels, cfg.data.too_long)
     try:
         refuse_bad_records(records, cfg.data)
     except DataError:
-        records = look_again(plan, cfg, records, show, since)
-        report(records, cfg, plan)
+        records = look_again(plan, cfg, records, watch, since)
+        write_report_or_warn(records, cfg, plan)
         refuse_bad_records(records, cfg.data)
     return records
 
 
-def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
+def look_again(plan: Plan, cfg: Config, records: Records, watch: Watch, since: str) -> Records:
     """Examine the bad records again, because the user may have fixed their files, and return the dataset as it is now.
     If the result cannot be written, log a warning and return `records` unchanged. `since`: what `last_look` returned
     before `records` were opened; if it has changed, another process has examined them again already."""
     try:
-        index = open_index(plan, show, look_again=True, since=since)
+        index = open_index(plan, watch, look_again=True, since=since)
     except BuildError as error:
         log().warning("the bad images of the index were not examined again: %s", error)
         return records
     return Records(index, cfg.labels, cfg.data.too_long)
 
 
-def report(records: Records, cfg: Config, plan: Plan) -> None:
+def write_report_or_warn(records: Records, cfg: Config, plan: Plan) -> None:
     try:
         write_report(records, cfg, (plan.encoder, plan.reader), cfg.data.index_folder)
     except OSError as error:
         log().warning("the report was not written: %s", error)
 
 
-def same_files(records: Records) -> str:
+def describe_same_files(records: Records) -> str:
     """Return a warning about files that several data sources contain; empty without such files."""
     names: dict[str, list[str]] = {}
     for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
-    found = [f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1]
-    return "; ".join(found)
+    sentences = [
+        f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1
+    ]
+    return "; ".join(sentences)
 
 
 def remarks(records: Records) -> str:
     """Return warnings, or an empty text: records that have a problem but are trained on, data sources whose records
     have no image or have keys that are not read, and files that several sources contain."""
-    said = [
+    counted = [
         f"{records.counts[kind]:,} {words}"
-        for kind, words in NOTED.items()
-        if kind not in records.dropping and records.counts[kind]
+        for kind, words in WARNINGS.items()
+        if kind not in records.dropped_kinds and records.counts[kind]
     ]
-    found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava-fsdp prepare lists them)"] if said else []
+    sentences = (
+        [f"of {len(records.index):,} records, {'; '.join(counted)} (llava-fsdp prepare lists them)"] if counted else []
+    )
     ends = itertools.accumulate(records.source_counts)
     for source, count, end in zip(records.index.store.sources, records.source_counts, ends, strict=True):
         if source.images is not None and count and not records.pictures[end - count : end].any():
-            found.append(
+            sentences.append(
                 f"no record of {source.path} has an image, but {source.images} is set: is the key called image?"
             )
-    found += describe_unread(records.index.unread_keys)
-    return "; ".join([*found, *filter(None, [same_files(records)])])
+    sentences += describe_unread(records.index.unread_keys)
+    return "; ".join([*sentences, *filter(None, [describe_same_files(records)])])
 
 
 def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
@@ -108,27 +112,27 @@ def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
         how = "raise data.max_length, or set data.too_long=truncate or skip"
-        raise DataError(describe(records, [Kind.too_long], "too long", how, report))
-    kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
+        raise DataError(refusal(records, [Kind.too_long], "too long", how, report))
+    kinds = [kind for kind in records.dropped_kinds if kind is not Kind.too_long and records.counts[kind]]
     budget = cfg.budget(len(records.index))
-    if records.out and cfg.bad_records is BadRecords.fail:
-        limit = f" data.max_bad_records={records.out}" if records.out > budget else ""
+    if records.num_wrong and cfg.bad_records is BadRecords.fail:
+        limit = f" data.max_bad_records={records.num_wrong}" if records.num_wrong > budget else ""
         how = f"fix them, or leave them out: data.bad_records=skip{limit}" if len(records) else "fix them"
-        raise DataError(describe(records, kinds, "wrong", how, report))
-    if records.out > budget:
+        raise DataError(refusal(records, kinds, "wrong", how, report))
+    if records.num_wrong > budget:
         how = (
             f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows {budget}: "
-            f"data.max_bad_records={records.out}"
+            f"data.max_bad_records={records.num_wrong}"
         )
-        raise DataError(describe(records, kinds, "wrong", how, report))
+        raise DataError(refusal(records, kinds, "wrong", how, report))
     if not len(records):
         raise DataError(f"{records.index.store.sources[0].path}: no record is left to train on; see {report}")
 
 
-def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
+def refusal(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
     """Return an error message: how many records are `what` (wrong, too long), with the first reasons and the cure."""
     files = ", ".join(source.path for source in records.index.store.sources)
-    total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
+    total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.num_wrong
     lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
     lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]
     reasons = (row["reason"] for row in records.index.rows() if row["kind"] in kinds)

@@ -31,12 +31,13 @@ def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[
     hashes = open_column(staged, "id_hash")
     with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
         for begin, end in itertools.pairwise(task.store.source_bounds):
-            for number, first in duplicates(hashes, begin, end).tolist():
+            for number, first in find_duplicates(hashes, begin, end).tolist():
                 record = task.store.record(number)
-                (other, earlier), line = task.store.locate(first), task.store.line(first)
+                first_file, first_index = task.store.locate(first)
+                line = task.store.line(first)
                 at = "" if line is None else f" on line {line}"
-                at += "" if other == task.store.locate(number)[0] else f" of {other.path}"
-                reason = f"{record.where}: record {earlier}{at} has the same id; give each its own"
+                at += "" if first_file == task.store.locate(number)[0] else f" of {first_file.path}"
+                reason = f"{record.where}: record {first_index}{at} has the same id; give each its own"
                 row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
                 file.write(json.dumps(row) + "\n")
                 flags[number] |= BITS[Kind.duplicate_id]
@@ -55,7 +56,7 @@ def running_sum(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         total += int(counts.sum())
 
 
-def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
+def find_duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
     """Find the records begin to end - 1 that have the same id as an earlier one of them.
 
     Ids are compared by their hashes (uint64 [records], 0 without an id), one part of the hash values at a time, so that
@@ -66,19 +67,21 @@ def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
     """
     shares = -(-(end - begin) // BLOCK)
     pairs = [np.zeros((0, 2), dtype=np.int64)]
-    for share in range(shares):
+    for share_number in range(shares):
         numbers, values = [], []
         for first in range(begin, end, BLOCK):
             block = hashes[first : min(end, first + BLOCK)]
-            at = np.flatnonzero((block % np.uint64(shares) == share) & (block != 0))
+            at = np.flatnonzero((block % np.uint64(shares) == share_number) & (block != 0))
             numbers.append(at + first)
             values.append(block[at])
-        number, value = np.concatenate(numbers), np.concatenate(values)
-        order = np.argsort(value, kind="stable")
-        number, value = number[order], value[order]
-        starts = np.flatnonzero(np.r_[True, value[1:] != value[:-1]]) if len(value) else np.zeros(0, dtype=np.int64)
-        firsts = np.repeat(number[starts], np.diff(np.r_[starts, len(value)]))
-        later = number != firsts
-        pairs.append(np.stack([number[later], firsts[later]], axis=1))
+        numbers_of_share, hashes_of_share = np.concatenate(numbers), np.concatenate(values)
+        order = np.argsort(hashes_of_share, kind="stable")
+        numbers_of_share, hashes_of_share = numbers_of_share[order], hashes_of_share[order]
+        starts = np.zeros(0, dtype=np.int64)
+        if len(hashes_of_share):
+            starts = np.flatnonzero(np.r_[True, hashes_of_share[1:] != hashes_of_share[:-1]])
+        firsts = np.repeat(numbers_of_share[starts], np.diff(np.r_[starts, len(hashes_of_share)]))
+        is_duplicate = numbers_of_share != firsts
+        pairs.append(np.stack([numbers_of_share[is_duplicate], firsts[is_duplicate]], axis=1))
     found = np.concatenate(pairs)
     return found[np.argsort(found[:, 0])]

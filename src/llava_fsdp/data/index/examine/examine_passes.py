@@ -44,7 +44,7 @@ LONGEST_ID = 1000
 """Greatest number of characters of an id in the list of problems."""
 AHEAD = 64
 """Number of records whose images are downloaded together from remote files."""
-Looked = tuple[str | None, str, bool]
+ExaminedImage = tuple[str | None, str, bool]
 """An image that was examined: (image folder, name, whether it was decoded)."""
 Tell = Callable[[str, str], None]
 """Function (kind of problem, reason for the user) that stores a problem of one record."""
@@ -59,9 +59,9 @@ class Findings:
         """Number of the first record in the file of records to which the chunk belongs."""
         self.flags = np.zeros(len(numbers), dtype=np.uint32)
         """Problems as bits (`problems.BITS`), uint32 [records of the chunk]."""
-        self.rows: list[dict[str, Any]] = []
+        self.problems: list[dict[str, Any]] = []
 
-    def of(self, number: int, identity: str | None) -> Tell:
+    def teller_of(self, number: int, identity: str | None) -> Tell:
         """Return a function that adds a problem of a record. From several problems of one kind, only the first is
         added."""
         at, identity = number - self.numbers.start, identity and identity[:LONGEST_ID]
@@ -70,14 +70,14 @@ class Findings:
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
                 row = {"record": number - self.first, "id": identity, "kind": str(kind), "reason": shown_name(reason)}
-                self.rows.append(row)
+                self.problems.append(row)
             self.flags[at] |= bit
 
         return tell
 
     @property
     def columns(self) -> Columns:
-        return {"flags": self.flags, ROWS: rows_column(self.rows)}
+        return {"flags": self.flags, ROWS: rows_column(self.problems)}
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
@@ -188,16 +188,16 @@ class ReadRecords(DatasetPass):
             except DataError as error:
                 if error.kind is None:
                     raise
-                found.of(number, self.store.id_of(number))(error.kind, str(error))
+                found.teller_of(number, self.store.id_of(number))(error.kind, str(error))
                 continue
             at = number - numbers.start
             hashes[at] = id_hash(record.id) if record.has_id else 0
             words[at], pictures[at] = record.signed_words, len(record.images)
             names += [name.encode() for name in record.images]
             count_keys(unread, dict.fromkeys(record.unread_keys, 1))
-            check_pictures_named(record, found.of(number, record.known_id))
+            check_pictures_named(record, found.teller_of(number, record.known_id))
             if record.not_obeyed is not None:
-                found.of(number, record.known_id)(Kind.key_not_obeyed, f"{record.where}: {record.not_obeyed}")
+                found.teller_of(number, record.known_id)(Kind.key_not_obeyed, f"{record.where}: {record.not_obeyed}")
         return {
             "id_hash": hashes,
             "digest": digests,
@@ -260,7 +260,7 @@ class ExaminePictures(DatasetPass):
     """Whether images that are not decoded are opened, for their sizes."""
     sample_size: int
     """With `how=sample`, the number of images that are drawn at random and decoded."""
-    scaled: bool
+    scales_wide_values: bool
     """Whether training scales images of more than 8 bits per value to 8 bits (by `data.pixels`). If so, an image that
     cannot be scaled has a problem."""
     allow_links: bool
@@ -287,7 +287,7 @@ class ExaminePictures(DatasetPass):
         if self.how is not Examine.sample:
             return key
         begin, end = self.rows_of(numbers)
-        return f"{key}-{xxh3_64_hexdigest((self.sample.between(begin, end) - begin).tobytes())}"
+        return f"{key}-{xxh3_64_hexdigest((self.sample.decoded_between(begin, end) - begin).tobytes())}"
 
     def rows_of(self, numbers: range) -> tuple[int, int]:
         """Return the range [begin, end) of the images of consecutive records."""
@@ -307,13 +307,13 @@ class ExaminePictures(DatasetPass):
                 for row, (width, height) in enumerate(sizes, first):
                     columns["width"][row] = width
                     columns["height"][row] = columns["stored_height"][row] = height
-        decoded = self.decoded(begin, end)
-        seen: dict[Looked, ImageFacts | ImageProblem] = {}
-        opened = self.opened(numbers, decoded)
+        decoded = self.decoded_images(begin, end)
+        examined: dict[ExaminedImage, ImageFacts | ImageProblem] = {}
+        opened = self.records_to_open(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
-                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded, seen))
-            names = self.names.of(number)
+                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.bytes_to_fetch, decoded, examined))
+            names = self.names.names_of(number)
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
             for row, name in enumerate(names, int(self.names.first[number])):
@@ -321,25 +321,25 @@ class ExaminePictures(DatasetPass):
                 if not (self.opens_all or full):
                     continue
                 key = folder, name, full
-                if key not in seen:
-                    seen[key] = self.look(folder, name, full, inline.get(name))
-                facts = seen[key]
+                if key not in examined:
+                    examined[key] = self.examine_one(folder, name, full, inline.get(name))
+                facts = examined[key]
                 if isinstance(facts, ImageProblem):
                     record = record or self.store.record(number)
                     reason = f"{record.where}: {facts.reason.removeprefix(f'{shown_name(name)}: ')}"
-                    found.of(number, record.known_id)(facts.kind, reason)
+                    found.teller_of(number, record.known_id)(facts.kind, reason)
                     facts = ImageFacts(0, 0, 0)
                 for column, values in columns.items():
                     values[row - begin] = getattr(facts, column)
         return columns
 
-    def decoded(self, begin: int, end: int) -> Collection[int]:
+    def decoded_images(self, begin: int, end: int) -> Collection[int]:
         """Return the numbers of those of the images begin to end - 1 that are decoded."""
         if self.how is Examine.sample:
-            return frozenset(self.sample.between(begin, end).tolist())
+            return frozenset(self.sample.decoded_between(begin, end).tolist())
         return range(begin, end) if self.how is Examine.decode else ()
 
-    def opened(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
+    def records_to_open(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
         """Return the numbers of those records that have an image which is opened; `decoded` are the images that are
         decoded. With a sample, this avoids going through all records: a large dataset may have a hundred million, of
         which three thousand are examined."""
@@ -349,16 +349,31 @@ class ExaminePictures(DatasetPass):
         first = self.names.first[numbers.start : numbers.stop + 1]
         return (np.unique(np.searchsorted(first, rows, side="right")) - 1 + numbers.start).tolist()
 
-    def needed(
-        self, decoded: Collection[int], seen: Collection[Looked], number: int, name: str, location: ImageLocation
+    def bytes_to_fetch(
+        self,
+        decoded_images: Collection[int],
+        examined: Collection[ExaminedImage],
+        number: int,
+        name: str,
+        location: ImageLocation,
     ) -> ImageLocation | None:
-        """Return the location of the part of a remote image that is read when it is examined; None if it is not opened,
-        or is among those `seen` before."""
+        """Return the location of the bytes of a remote image that will be read when it is examined, so that they can be
+        downloaded before; None if the image is not opened, or was examined before.
+
+        Args:
+            decoded_images: numbers of the images that are decoded, from the beginning of the dataset.
+            examined: the images that were examined before.
+            number: number of the record.
+            name: name of the image in the record.
+            location: where the whole image is.
+        """
         rows = range(*self.rows_of(range(number, number + 1)))
-        full = rows[self.names.of(number).index(name)] in decoded
-        if (self.store.locate(number)[0].images, name, full) in seen:
+        is_decoded = rows[self.names.names_of(number).index(name)] in decoded_images
+        if (self.store.locate(number)[0].images, name, is_decoded) in examined:
             return None
-        return location if full else head_of(location) if self.opens_all else None
+        if is_decoded:
+            return location
+        return head_of(location) if self.opens_all else None
 
     def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
         """Return the images that are embedded in a record or in its file (Parquet or tar), by their names."""
@@ -366,7 +381,9 @@ class ExaminePictures(DatasetPass):
             return {}
         return inline_images(self.store.record(number))
 
-    def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | ImageProblem:
+    def examine_one(
+        self, folder: str | None, name: str, full: bool, file: ImageFile | None
+    ) -> ImageFacts | ImageProblem:
         """Check that an image or video can be read, and return its size, or its problem.
 
         Args:
@@ -385,7 +402,7 @@ class ExaminePictures(DatasetPass):
                 check_links(file, name, self.real_folders[str(folder)], self.allow_links)
                 if is_video(name) and self.sampling is not None:
                     return examine_video(file, name, self.sampling, full)
-            return examine(file, name, full, self.scaled)
+            return examine(file, name, full, self.scales_wide_values)
         except DataError as error:
             if error.kind is None:
                 raise
@@ -421,7 +438,8 @@ class PictureNames:
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
         self.names = open_column(records, "names")
 
-    def of(self, number: int) -> list[str]:
+    def names_of(self, number: int) -> list[str]:
+        """Return the names of the images of record `number` of the dataset."""
         ends = self.end[int(self.first[number]) : int(self.first[number + 1]) + 1].tolist()
         return [self.names[begin:end].tobytes().decode() for begin, end in itertools.pairwise(ends)]
 
@@ -436,7 +454,7 @@ class PictureSizes:
         has_videos = (pictures / "frames.npy").is_file()
         self.frames, self.rate = (open_column(pictures, n) if has_videos else None for n in ("frames", "rate"))
 
-    def of(self, number: int, position: int) -> tuple[int, int, int]:
+    def sizes_of(self, number: int, position: int) -> tuple[int, int, int]:
         """Return (width, height, height before turning by the EXIF orientation) in pixels of the record's image with
         index `position`. All are 0 if the image has problems or has not been opened."""
         row = int(self.first[number]) + position
@@ -447,7 +465,7 @@ class PictureSizes:
         if not record.images:
             return record
         positions = range(len(record.images))
-        sizes = tuple(self.of(number, position)[:2] for position in positions)
+        sizes = tuple(self.sizes_of(number, position)[:2] for position in positions)
         return replace(record, sizes=sizes, frames=tuple(self.frames_of(number, position) for position in positions))
 
     def frames_of(self, number: int, position: int) -> tuple[int, float]:

@@ -30,19 +30,19 @@ SIDES = {1: 160, 6: 128, 12: 96, TILES: 64}
 def draw_examples(records: Records, encoder: Encoder, reader: ImageSource) -> list[Example]:
     """Return up to SHOWN records that are trained on, as the dataset's report page shows them. They are drawn at
     random, with the same result at each call."""
-    return [make_example(records, number, encoder, reader) for number in draw(records.source_counts, SHOWN)]
+    return [make_example(records, number, encoder, reader) for number in draw_numbers(records.source_counts, SHOWN)]
 
 
-def draw(counts: list[int], most: int) -> list[int]:
-    """Draw at most `most` records at random, in about equal numbers from each data source, of which `counts` are the
-    numbers of records. Return their numbers, sorted."""
+def draw_numbers(counts: list[int], most_records: int) -> list[int]:
+    """Draw at most `most_records` records at random, in about equal numbers from each data source, of which `counts`
+    are the numbers of records. Return their numbers, sorted."""
     dice = random.Random(SEED)
     sources = [source for source, count in enumerate(counts) if count]
     dice.shuffle(sources)  # with more sources than records to draw, any of them may be left out
     shares = [0] * len(counts)
-    while sum(shares) < min(most, sum(counts)):
-        left = [source for source in sources if shares[source] < counts[source]]
-        for source in left[: most - sum(shares)]:
+    while sum(shares) < min(most_records, sum(counts)):
+        not_exhausted = [source for source in sources if shares[source] < counts[source]]
+        for source in not_exhausted[: most_records - sum(shares)]:
             shares[source] += 1
     firsts = itertools.accumulate(counts, initial=0)
     drawn = zip(firsts, counts, shares, strict=False)
@@ -51,9 +51,9 @@ def draw(counts: list[int], most: int) -> list[int]:
 
 def make_example(records: Records, number: int, encoder: Encoder, reader: ImageSource) -> Example:
     """Encode a record as training does, and return the parts of it that the page shows."""
-    store, at = records.index.store, records.at(number)
-    file, index = store.locate(at)
-    example = Example(file.name, file.path, store.line(at), index, store.id_of(at))
+    store, index_number = records.index.store, records.number_in_index(number)
+    file, index = store.locate(index_number)
+    example = Example(file.name, file.path, store.line(index_number), index, store.id_of(index_number))
     try:
         record = records[number]
         sample = encoder(record)
@@ -81,17 +81,17 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
     is_image = np.zeros(len(ids), dtype=bool)
     for begin, end in spans:
         is_image[begin:end] = True
-    marks = sample.labels != IGNORE
-    marks[:1] = False  # the first token is never predicted, so its label does not count
+    counts_in_loss = sample.labels != IGNORE
+    counts_in_loss[:1] = False  # the first token is never predicted, so its label does not count
     ends = np.array([end for _, end in spans], dtype=np.int64)
-    changes = np.flatnonzero(np.diff(marks + 2 * is_image.astype(np.int8))) + 1
-    hidden, roles, room = middle(is_image), Roles(record, sample, marks, encoder), TILES
+    changes = np.flatnonzero(np.diff(counts_in_loss + 2 * is_image.astype(np.int8))) + 1
+    hidden, roles, room = hidden_range(is_image), Roles(record, sample, counts_in_loss, encoder), TILES
     bounds = sorted({0, *ends.tolist(), *changes.tolist(), *hidden, len(ids)})
     for begin, end in itertools.pairwise(bounds):
         image = int(np.searchsorted(ends, begin, side="right"))
         if begin == hidden[0]:
             last = int(np.searchsorted(ends, hidden[1], side="right"))
-            yield Gap(hidden[1] - begin, int(marks[begin : hidden[1]].sum()), last - image)
+            yield Gap(hidden[1] - begin, int(counts_in_loss[begin : hidden[1]].sum()), last - image)
         if hidden[0] <= begin < hidden[1]:
             continue
         if is_image[begin]:
@@ -100,10 +100,10 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
             yield shown
         else:
             pieces = [(piece.text, piece.is_special) for piece in spell(encoder.tokenizer, ids[begin:end].tolist())]
-            yield Text(roles.of(begin), bool(marks[begin]), end - begin, pieces)
+            yield Text(roles.role_of(begin), bool(counts_in_loss[begin]), end - begin, pieces)
 
 
-def middle(is_image: np.ndarray) -> tuple[int, int]:
+def hidden_range(is_image: np.ndarray) -> tuple[int, int]:
     """Return the range [begin, end) of tokens in the middle of a long record that are not shown. If the record is shown
     completely, the range is empty and at its end. `is_image`: bool [tokens]."""
     text = np.flatnonzero(~is_image)
@@ -116,25 +116,28 @@ class Roles:
     """Finds the role (human, gpt, ...) of the text tokens of an encoded record. With `labels=exact`, each answer is one
     run of tokens with labels, so that the number of runs before a token tells its role."""
 
-    def __init__(self, record: Record, sample: Sample, marks: np.ndarray, encoder: Encoder):
-        """`marks`: whether each token has a label that counts in the loss, bool [tokens]."""
+    def __init__(self, record: Record, sample: Sample, counts_in_loss: np.ndarray, encoder: Encoder):
+        """`counts_in_loss`: whether each token has a label that counts in the loss, bool [tokens]."""
         turns = asked_turns(record)
-        self.starts = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1  # the first token of each run with labels
+        # the first token of each run with labels
+        self.starts = np.flatnonzero(counts_in_loss[1:] & ~counts_in_loss[:-1]) + 1
         self.answers = sum(turn.role == "gpt" for turn in turns)
-        self.marks = marks
+        self.counts_in_loss = counts_in_loss
         self.first = "system, human" if turns and turns[0].role == "system" else "human"
         # each answer is a run, but for those that truncation has cut off
         is_whole = len(self.starts) == self.answers or (sample.positions_cut > 0 and len(self.starts) < self.answers)
         self.are_known = isinstance(encoder, AnswerEncoder) and is_whole
 
-    def of(self, place: int) -> str:
+    def role_of(self, place: int) -> str:
         """Return the role (human, gpt, ...) of the token with index `place`; empty if it is not known."""
         if not self.are_known:
             return ""
-        if self.marks[place]:
+        if self.counts_in_loss[place]:
             return "gpt"
-        before = int(np.searchsorted(self.starts, place))
-        return "template" if before == self.answers else "human" if before else self.first
+        answers_before = int(np.searchsorted(self.starts, place))
+        if answers_before == self.answers:
+            return "template"  # what the template writes after the last answer
+        return "human" if answers_before else self.first
 
 
 def show_images(
@@ -150,15 +153,15 @@ def show_images(
     """
     name = names[number]
     kind, tile = ("video", "frame") if is_video(name) else ("image", "tile")
-    called = "in the record or in its file" if name.startswith(INLINE) else name
+    shown_file = "in the record or in its file" if name.startswith(INLINE) else name
     title = f"{kind} {number + 1}"
     if room <= 0:
-        return Images(title, called, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
+        return Images(title, shown_file, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
     tiles = reader.tiles(record, name)
     if tiles.ndim == 3:  # an image that a processor prepares is not cut here: [height, width, 3]
         tiles = tiles.transpose(2, 0, 1)[None]
-    about = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
-    side = next(side for most, side in SIDES.items() if about <= most)
+    tiles_of_all = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
+    side = next(side for most, side in SIDES.items() if tiles_of_all <= most)
     shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
     note = f"{len(tiles) - TILES} more are not shown." if len(tiles) > TILES else ""
-    return Images(title, called, count, tile, shown, note, side)
+    return Images(title, shown_file, count, tile, shown, note, side)

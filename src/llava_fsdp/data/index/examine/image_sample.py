@@ -33,14 +33,14 @@ class ImageSample:
         return self.ends[-1]
 
     @cached_property
-    def drawn(self) -> np.ndarray:
+    def drawn_at_random(self) -> np.ndarray:
         """Numbers of the images drawn at random, each with the same probability; int64, ascending."""
         if self.size >= self.total:
             return np.arange(self.total)
         return np.sort(permuted(np.arange(self.size), self.total, "images to examine", SEED))
 
     @cached_property
-    def chosen(self) -> np.ndarray:
+    def decoded(self) -> np.ndarray:
         """All that are decoded: those drawn at random, and EACH_FILE of each file of records; int64, ascending."""
         begins = (0, *self.ends[:-1])
         pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
@@ -48,12 +48,12 @@ class ImageSample:
             begin + (end - begin) * part // EACH_FILE - 1 for begin, end in pairs for part in range(1, EACH_FILE + 1)
         ]
         firsts = [begin for begin, _ in pairs for _ in range(EACH_FILE)]  # for a file with fewer images than EACH_FILE
-        return np.union1d(self.drawn, np.maximum(spread, firsts).astype(np.int64))
+        return np.union1d(self.drawn_at_random, np.maximum(spread, firsts).astype(np.int64))
 
-    def between(self, begin: int, end: int) -> np.ndarray:
+    def decoded_between(self, begin: int, end: int) -> np.ndarray:
         """Return those from begin to end - 1 that are decoded, int64, ascending."""
-        first, last = np.searchsorted(self.chosen, (begin, end))
-        return self.chosen[first:last]
+        first, last = np.searchsorted(self.decoded, (begin, end))
+        return self.decoded[first:last]
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,12 @@ class Examined:
     bad_drawn: int = 0
 
     @classmethod
-    def of(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
+    def count(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
         """Count the decoded images by the checksum of each image; 0 for one that is bad or was not decoded."""
-        bad, bad_drawn = (int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.chosen, sample.drawn))
-        return cls(sample.total, len(sample.chosen), bad, len(sample.drawn), bad_drawn)
+        bad, bad_drawn = (
+            int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.decoded, sample.drawn_at_random)
+        )
+        return cls(sample.total, len(sample.decoded), bad, len(sample.drawn_at_random), bad_drawn)
 
     @property
     def bound(self) -> float | None:
@@ -104,20 +106,21 @@ def upper_bound(bad: int, drawn: int) -> float:
         return 1.0
     low, high = bad / drawn, 1.0
     while low < (middle := (low + high) / 2) < high:
-        if at_most(bad, drawn, middle) > 1 - CONFIDENCE:
+        if probability_of_at_most(bad, drawn, middle) > 1 - CONFIDENCE:
             low = middle
         else:
             high = middle
     return high
 
 
-def at_most(bad: int, drawn: int, share: float) -> float:
+def probability_of_at_most(bad: int, drawn: int, share: float) -> float:
     """Return the probability that at most `bad` of `drawn` random items are bad, if the fraction of all is `share` (0
     to 1, exclusive)."""
     yes, no = math.log(share), math.log1p(-share)
-    whole = math.lgamma(drawn + 1)
+    log_orders = math.lgamma(drawn + 1)
     terms = (
-        whole - math.lgamma(k + 1) - math.lgamma(drawn - k + 1) + k * yes + (drawn - k) * no for k in range(bad + 1)
+        log_orders - math.lgamma(k + 1) - math.lgamma(drawn - k + 1) + k * yes + (drawn - k) * no
+        for k in range(bad + 1)
     )
     return math.fsum(map(math.exp, terms))
 

@@ -44,42 +44,44 @@ class AnswerMetric:
         Raises:
             MetricError: the function has raised an error, or has not returned a number from 0 to 1.
         """
-        asked = f"the metric {self.name} of {record} (question {question[:200]!r}, answer {answer[:200]!r})"
+        what = f"the metric {self.name} of {record} (question {question[:200]!r}, answer {answer[:200]!r})"
         try:
             value: Any = self.function(question, answer, expected)
         except (Exception, SystemExit) as error:
-            raise MetricError(f"{asked} has failed: {describe(error)}").about(record=record) from error
+            raise MetricError(f"{what} has failed: {describe(error)}").about(record=record) from error
         is_number = isinstance(value, Real | np.bool_)
         if not is_number or not 0 <= value <= 1:  # pyright: ignore[reportOperatorIssue]
             shown = repr(value)[:200]
-            raise MetricError(f"{asked} is {shown}; it must be a number from 0 to 1").about(record=record)
+            raise MetricError(f"{what} is {shown}; it must be a number from 0 to 1").about(record=record)
         return float(value)
 
 
-def choose_metric(cfg: Config, own: ScoreFunction | None) -> AnswerMetric:
+def choose_metric(cfg: Config, own_function: ScoreFunction | None) -> AnswerMetric:
     """Return the metric of validations: the function that a program gives, else `val.metric`.
 
     Raises:
         ConfigError: the given object cannot be called with three texts, it is given together with another `val.metric`
             than the default, or it has the name of one.
     """
-    if own is None:
+    if own_function is None:
         return AnswerMetric(cfg.val.metric.value, OF_METRIC[cfg.val.metric])
-    name = str(getattr(own, "__name__", type(own).__name__))
+    name = str(getattr(own_function, "__name__", type(own_function).__name__))
     if cfg.val.metric is not Metric.exact:
         raise ConfigError(
             f"val.metric={cfg.val.metric.value} and the program's metric {name} are both given; leave one out"
         )
     if name in Metric.__members__:
         raise ConfigError(f"the program's metric is called {name}, as val.metric={name} is; give it another name")
-    if not callable(own):
-        raise ConfigError(f"the program's metric is {own!r}; it must be a function of question, answer and expected")
+    if not callable(own_function):
+        raise ConfigError(
+            f"the program's metric is {own_function!r}; it must be a function of question, answer and expected"
+        )
     try:
-        inspect.signature(own).bind("", "", "")
+        inspect.signature(own_function).bind("", "", "")
     except TypeError as error:
         raise ConfigError(
             f"the program's metric {name} cannot be called as {name}(question, answer, expected): {error}"
         ) from error
     except ValueError:  # a function of a library in C need not tell its arguments
         pass
-    return AnswerMetric(name, own, is_own=True)
+    return AnswerMetric(name, own_function, is_own=True)

@@ -33,7 +33,7 @@ from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, r
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import StepResult, TrainState
-from llava_fsdp.train.sums.source_sums import summed
+from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
 """Value of `val.metric` -> its name in a line of text."""
@@ -82,7 +82,7 @@ class Validation(RunEvents):
         self.rows = RowWriter(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
         self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
-        self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
+        self.is_done_already = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device, state.roots):
                 check_answers(model, self.generator.language, self.generator.prompt_of([]))
@@ -95,12 +95,13 @@ class Validation(RunEvents):
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 
     def is_due(self) -> bool:
+        """Return whether there is a validation after the current step: every `val.every` steps and after the last."""
         step, every = self.state.step, self.cfg.val.every
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def on_start(self, run: RunStart) -> None:
         """Run the validation after the current step, if the run stopped before it was finished. Collective."""
-        if self.is_due() and not self.done:
+        if self.is_due() and not self.is_done_already:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
 
@@ -120,25 +121,25 @@ class Validation(RunEvents):
             Stopped: a stop was requested. When the run resumes, it begins with this validation.
             DataError: a held-out record became unreadable after the run began, and `data.bad_records` is `fail`.
         """
-        started = time.perf_counter()
+        began_at = time.perf_counter()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
         device = self.held_out.loader.device
         try:
             with evaluating(self.state.model, device, self.state.roots):
-                losses = self.losses()
+                losses = self.measure_losses()
                 answers = self.generator.answers()
         except RuntimeError:  # the DataLoader's signal handler raises it at any place when a worker dies
             self.held_out.loader.status.check()
             raise
         if own_rank() == 0:
-            self.report(losses, answers, time.perf_counter() - started)
+            self.report(losses, answers, time.perf_counter() - began_at)
 
-    def losses(self) -> list[LossSum]:
+    def measure_losses(self) -> list[LossSum]:
         """Return, for each data source, the sum of the losses over all its records and all ranks. Collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
-        labels = [0] * len(self.held_out.names)
-        sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
-        steps = loader.prepared(0, self.watchdog.wants_stop)
+        label_counts = [0] * len(self.held_out.names)
+        sums = torch.zeros(len(label_counts), dtype=torch.float64, device=loader.device)
+        steps = loader.steps_from(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
             self.pause()
             assert step is not None, "pause raises on every rank when one of them was asked to stop"
@@ -148,31 +149,33 @@ class Validation(RunEvents):
                 loss = evaluate(self.state, micro, loader)
                 if loss is not None:  # only the last stage of a pipeline has it
                     sums[source] += loss
-            labels[source] += step.facts.label_tokens
+            label_counts[source] += step.facts.label_tokens
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation is done without %s", left_out.reason)
             self.events.on_progress(f"validating: {number + 1} of {sampler.per_epoch}")
         return [
             LossSum(total, count)
             # `ranks_per_loss` ranks have each added the same losses
-            for total, count in zip(summed(sums / self.state.parallelism.ranks_per_loss).tolist(), labels, strict=True)
+            for total, count in zip(
+                sum_over_ranks(sums / self.state.parallelism.ranks_per_loss).tolist(), label_counts, strict=True
+            )
         ]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
         """Write and log the results of a validation. `losses` are in the order of the sources."""
         names, questions = self.held_out.names, self.held_out.questions
         scores: dict[str, list[float]] = {name: [] for name in names}
-        answered = []
-        for own in answers:
-            question = questions[own.number]
-            scores[names[question.source]].append(own.score)
-            answered.append({"source": names[question.source], **as_object(question, own)})
+        answer_rows = []
+        for answer in answers:
+            question = questions[answer.number]
+            scores[names[question.source]].append(answer.score)
+            answer_rows.append({"source": names[question.source], **answer_row(question, answer)})
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
         row["metric"] = self.metric.name if questions else None
-        row["answers"] = choose_answers(answered, self.cfg.val.shown)
+        row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
         self.rows.add(row)
         self.events.after_validation(row)
-        log().info("%s", as_line(row))
+        log().info("%s", line_of(row))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
@@ -180,10 +183,10 @@ class Validation(RunEvents):
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
     """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers. Losses and
     scores are by data source."""
-    whole = LossSum(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
+    all_sources = LossSum(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
     return {
         "step": step,
-        **whole.row,
+        **all_sources.row,
         "sources": {name: own.row | score_row(scores[name]) for name, own in losses.items()},
         "metric": None,
         **score_row([score for own in scores.values() for score in own]),
@@ -198,7 +201,7 @@ def score_row(scores: list[float]) -> dict[str, Any]:
     return {"score": sum(scores) / len(scores) if scores else None, "questions": len(scores)}
 
 
-def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
+def answer_row(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
     """Return an answer as a row of `validation.jsonl` has it. The key `picture` has the
     path of the first image, if that is a file."""
     return {
@@ -211,23 +214,23 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
     }
 
 
-def as_line(row: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     """Format a row of `validation.jsonl` as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"
 
-    found = f"validation after step {row['step']}: loss {loss(row)} of {row['label_tokens']:,} label tokens"
+    text = f"validation after step {row['step']}: loss {loss(row)} of {row['label_tokens']:,} label tokens"
     if len(row["sources"]) > 1:
-        found += f" ({', '.join(f'{name} {loss(own)}' for name, own in row['sources'].items())})"
+        text += f" ({', '.join(f'{name} {loss(own)}' for name, own in row['sources'].items())})"
     if row["score"] is not None:
         kind = TITLES.get(row["metric"], row["metric"])
-        found += f", {kind} {row['score']:.1%} of {row['questions']} questions"
+        text += f", {kind} {row['score']:.1%} of {row['questions']} questions"
         if len(row["sources"]) > 1:
             asked = {name: own for name, own in row["sources"].items() if own["questions"]}
             scores = [f"{name} {own['score']:.1%} of {own['questions']}" for name, own in asked.items()]
-            found += f" ({', '.join(scores)})"
-    return f"{found}, {row['seconds']:.1f} s"
+            text += f" ({', '.join(scores)})"
+    return f"{text}, {row['seconds']:.1f} s"
 
 
 def open_validation(

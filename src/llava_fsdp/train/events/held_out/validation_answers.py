@@ -103,27 +103,28 @@ class AnswerGenerator:
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][number::count])
         self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
-        told = found if layout.is_lowest_of_copy(rank) else []  # all ranks of a copy have the same answers
-        return sorted(gather_lists(told), key=lambda answered: answered.number)
+        answers_of_copy = found if layout.is_lowest_of_copy(rank) else []  # all ranks of a copy have the same answers
+        return sorted(gather_lists(answers_of_copy), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
         """Answer this rank's questions of a batch; `numbers`, their indices, may be empty. Collective."""
-        read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
-        prompt = self.prompt_of([row for _, row in read])
+        rows_by_number = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
+        prompt = self.prompt_of([row for _, row in rows_by_number])
         begin = self.loader.steps.encoder.template.begin
-        texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in read]
+        texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in rows_by_number]
 
         def push(chosen: torch.Tensor) -> bool:
             """Add the next token of each row to its text. Return whether all ranks go on. Collective."""
-            for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
+            # a rank without questions runs one blank row, whose tokens belong to no text
+            for text, token in zip(texts, chosen.tolist(), strict=False):
                 text.push(token)
-            goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
-            return goes_on and not stops
+            any_unfinished, any_wants_stop = any_rank(not all(text.ended for text in texts), self.wants_stop())
+            return any_unfinished and not any_wants_stop
 
         write_answers(self.model, self.language, prompt, Sampling(self.cfg.val.max_new_tokens), push)
         for text in texts:
             text.close()
-        return [self.scored(number, text.text) for (number, _), text in zip(read, texts, strict=True)]
+        return [self.score_answer(number, text.text) for (number, _), text in zip(rows_by_number, texts, strict=True)]
 
     def prompt_of(self, rows: list[Row]) -> Prompt:
         """Return tokenized questions with their images as a batch on the device; without questions, a blank row."""
@@ -131,7 +132,8 @@ class AnswerGenerator:
         micro = self.loader.to_device(prompts.micro)
         return Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)
 
-    def scored(self, number: int, text: str) -> Answered:
+    def score_answer(self, number: int, text: str) -> Answered:
+        """Return the answer `text` to question `number`, with its score."""
         question = self.questions[number]
         score = self.metric.score(question.question, text, question.reference, question.record)
         return Answered(number, text, score)

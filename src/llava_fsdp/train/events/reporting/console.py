@@ -24,7 +24,7 @@ class Console(StepReport):
         start of the run began."""
         self.cfg = cfg
         self.total_steps = total_steps
-        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.recent_seconds: deque[float] = deque(maxlen=RECENT)
         """Seconds of the last steps."""
         self.progress_bar: Progress | None = None
         self.task = TaskID(0)
@@ -36,21 +36,23 @@ class Console(StepReport):
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
         """Show a step: in the progress bar or, without one, in the log every `log_every` steps."""
-        self.recent.append(row["seconds"])
+        self.recent_seconds.append(row["seconds"])
         shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
-        used = [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "hfu") if row[name] is not None]
-        shown += f"  {', '.join(used)}" if used else ""
+        utilizations = [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "hfu") if row[name] is not None]
+        shown += f"  {', '.join(utilizations)}" if utilizations else ""
         shown += f"  {row['skipped_steps']} skipped" if row["skipped_steps"] else ""
         if self.progress_bar is not None:
             self.progress_bar.update(self.task, completed=row["step"], shown=shown)
         elif row["step"] % self.cfg.log_every == 0 or row["step"] == self.total_steps:
-            left = (self.total_steps - row["step"]) * sum(self.recent) / len(self.recent)
+            seconds_left = (self.total_steps - row["step"]) * sum(self.recent_seconds) / len(self.recent_seconds)
             log().info(
                 "step %d/%d  %s  lr %.3g  grad norm %s  %s left",
-                row["step"], self.total_steps, shown, row["lr"], number(row["grad_norm"], ".3g"), duration(left),
+                row["step"], self.total_steps, shown, row["lr"], number(row["grad_norm"], ".3g"),
+                duration(seconds_left),
             )  # fmt: skip
 
     def progress(self, text: str) -> None:
+        """Show how far a validation is, in the progress bar."""
         if self.progress_bar is not None:
             self.progress_bar.update(self.task, shown=text)
 

@@ -31,7 +31,7 @@ from llava_fsdp.report.run_reader import (
     read_rows,
     read_run,
     read_validations,
-    thinned,
+    thin_out,
 )
 from llava_fsdp.runtime.files.jsonl import replace_lines
 from llava_fsdp.runtime.files.status_file import read_status
@@ -41,9 +41,9 @@ from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
-PAUSE = 10
+PAUSE_SECONDS = 10
 """Minimum number of seconds between two versions of the page."""
-SHARE = 0.01
+CPU_SHARE = 0.01
 """Maximum share of one CPU core's time for the processes that write the page."""
 PATIENCE = 2
 """Seconds that the end of a run waits for such a process before it kills it."""
@@ -51,7 +51,7 @@ PATIENCE = 2
 
 class LivePage(StepReport):
     """Collects the curves of a training and writes its page: itself when the run begins and ends, and by a process of
-    its own after steps, so seldom that these processes take at most `SHARE` of a core's time.
+    its own after steps, so seldom that these processes take at most `CPU_SHARE` of a core's time.
 
     If the page cannot be written, a warning is logged the first time, and training continues.
     """
@@ -62,7 +62,7 @@ class LivePage(StepReport):
         """
         self.run = RunRecord(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
         self.path = self.run.folder / REPORT_FILE
-        self.failed = False
+        self.has_warned = False
         self.process: subprocess.Popen[bytes] | None = None
         """The process that writes the page now, if there is one."""
         try:
@@ -72,17 +72,17 @@ class LivePage(StepReport):
         except Exception as error:
             self.warn(error)
         self.write()
-        self.due = time.monotonic() + PAUSE
+        self.next_at = time.monotonic() + PAUSE_SECONDS
         """Time, by the monotonic clock, from which the page may be written again."""
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
         """Write `starts.jsonl`, with a row for each start of the run: the rows of earlier starts up to `first_step`, at
         which this start continues, and then `start`, the description of this start (`about_run`). `start` is left out
         if the run has already finished, or if the description was not made, so that there is no `time` in it."""
-        earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
+        earlier_starts = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]
-        self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
-        if self.run.starts == earlier and not is_start:
+        self.run.starts = [own for own in earlier_starts if own["step"] <= first_step] + ([start] if is_start else [])
+        if self.run.starts == earlier_starts and not is_start:
             return  # the files of a finished run are not changed
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
@@ -92,8 +92,8 @@ class LivePage(StepReport):
             self.run.history.add(row)
             if self.process is not None:
                 self.look_at_process(self.process)
-            elif time.monotonic() >= self.due:
-                self.due = time.monotonic() + PAUSE
+            elif time.monotonic() >= self.next_at:
+                self.next_at = time.monotonic() + PAUSE_SECONDS
                 self.process = start_process(self.run.folder)
         except Exception as error:
             self.warn(error)
@@ -110,7 +110,7 @@ class LivePage(StepReport):
             return
         self.process = None
         process.returncode = os.waitstatus_to_exitcode(status)
-        self.due = max(self.due, time.monotonic() + (usage.ru_utime + usage.ru_stime) / SHARE)
+        self.next_at = max(self.next_at, time.monotonic() + (usage.ru_utime + usage.ru_stime) / CPU_SHARE)
         if process.returncode:
             why = f"its process ended with {process.returncode}; `llava-fsdp report {self.run.folder}` shows the error"
             self.warn(RuntimeError(why))
@@ -121,14 +121,15 @@ class LivePage(StepReport):
             self.end_process()
             self.run.status = read_status(self.run.folder) or {}
             self.run.unread.pop(VALIDATION_FILE, None)  # the file is read from its beginning again
-            self.run.validations = thinned(read_validations(self.run))
+            self.run.validations = thin_out(read_validations(self.run))
             put_page(self.path, report_page(self.run, thumbnail), self.run.folder)
         except Exception as error:
             self.warn(error)
 
     def end(self, exit_code: int, patience: float) -> None:
+        """Write the last version of the page, and log its path. The arguments are for other reports."""
         self.write()
-        if not self.failed:
+        if not self.has_warned:
             log().info("report: %s", self.path)
 
     def end_process(self) -> None:
@@ -144,8 +145,8 @@ class LivePage(StepReport):
 
     def warn(self, error: Exception) -> None:
         """Log a warning, but only the first."""
-        if not self.failed:
-            self.failed = True
+        if not self.has_warned:
+            self.has_warned = True
             log().warning("%s cannot be written (%s: %s)", self.path, type(error).__name__, error)
 
 

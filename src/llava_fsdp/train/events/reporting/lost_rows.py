@@ -44,12 +44,16 @@ def lost_rows(folder: Path, step: int) -> list[str]:
         messages.append(
             f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({format_ranges(missing)})"
         )
-    listed = Counter(row["step"] for row in rows_until(folder / SKIPPED_FILE, step))
-    if short := [own for own in steps if listed[own] < skipped_in(rows.get(own, {}))]:
-        messages.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {format_ranges(short)}")
-    measured = set(steps_in(folder / VALIDATION_FILE, step))
-    due = due_between(max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {})
-    if missing := [own for own in due if own not in measured]:
+    num_listed = Counter(row["step"] for row in rows_until(folder / SKIPPED_FILE, step))
+    if incomplete := [own for own in steps if num_listed[own] < skipped_in(rows.get(own, {}))]:
+        messages.append(
+            f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {format_ranges(incomplete)}"
+        )
+    validated = set(steps_in(folder / VALIDATION_FILE, step))
+    due_steps = due_between(
+        max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {}
+    )
+    if missing := [own for own in due_steps if own not in validated]:
         messages.append(f"{VALIDATION_FILE} lacks the rows of steps {format_ranges(missing)}")
     return messages
 

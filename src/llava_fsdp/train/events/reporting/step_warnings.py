@@ -74,7 +74,7 @@ class LossWarnings(StepReport):
                 "step %d: loss %s, gradient norm %s; the weights were not updated",
                 step, result.loss, result.grad_norm,
             )  # fmt: skip
-        elif (before := self.spikes.stands_out(result.loss)) is not None:
+        elif (before := self.spikes.mean_and_deviation_before(result.loss)) is not None:
             log().warning(
                 "step %d: loss %.4f stands out from the steps before (%.4f +- %.4f)", step, result.loss, *before
             )
@@ -102,7 +102,7 @@ class Spikes:
         self.sigma = sigma
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def stands_out(self, loss: float) -> tuple[float, float] | None:
+    def mean_and_deviation_before(self, loss: float) -> tuple[float, float] | None:
         """Return mean and standard deviation of the preceding losses if `loss` is more than `sigma` deviations above,
         else None. Then count `loss` as a preceding one, so that losses which stay high are reported only for a
         while."""

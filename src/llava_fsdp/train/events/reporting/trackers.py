@@ -42,8 +42,8 @@ NAMES = {
 
 def check_installed(cfg: TrackConfig) -> None:
     """Raise ConfigError if the package of an enabled tracker is not installed."""
-    wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
-    for name, on in wanted.items():
+    is_wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
+    for name, on in is_wanted.items():
         if on and importlib.util.find_spec(name) is None:
             value = "true" if name == "tensorboard" else cfg.wandb.value
             raise ConfigError(
@@ -90,11 +90,11 @@ class Trackers(StepReport):
             key: value if isinstance(value, int | float) else written(value)
             for key, value in redact_values(values, secrets_of()).items()
         }
-        self.waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
+        self.queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
         self.thread: threading.Thread | None = None
-        self.wanted = cfg.track.tensorboard or cfg.track.wandb is not WandbMode.off
+        self.is_enabled = cfg.track.tensorboard or cfg.track.wandb is not WandbMode.off
         self.exit_code = 0
-        self.dropped = 0
+        self.num_dropped = 0
 
     def step(self, row: dict[str, Any], result: StepResult | None = None) -> None:
         self.put(row["step"], values_of_step(row))
@@ -104,16 +104,16 @@ class Trackers(StepReport):
 
     def put(self, step: int, values: dict[str, float]) -> None:
         """Queue values of a step. If the queue is full, they are dropped."""
-        if not self.wanted:
+        if not self.is_enabled:
             return
         if self.thread is None:
             self.thread = threading.Thread(target=self.work, name="tracking", daemon=True)
             self.thread.start()
         try:
-            self.waiting.put_nowait((step, values))
+            self.queue.put_nowait((step, values))
         except queue.Full:
-            self.dropped += 1
-            if self.dropped == 1:
+            self.num_dropped += 1
+            if self.num_dropped == 1:
                 log().warning(
                     "the trackers are %d rows behind; more rows are dropped until they catch up", MOST_WAITING
                 )
@@ -121,19 +121,19 @@ class Trackers(StepReport):
     def work(self) -> None:
         """Body of the thread: open the trackers, log the queued values until `close` ends the queue, and close the
         trackers."""
-        opened: list[TensorBoard | WeightsAndBiases] = []
+        trackers: list[TensorBoard | WeightsAndBiases] = []
         with logged_errors("TensorBoard cannot log this run"):
-            opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
+            trackers += [TensorBoard(self)] if self.cfg.track.tensorboard else []
         with logged_errors("Weights & Biases cannot log this run"):
-            opened += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
-        while (queued := self.waiting.get()) is not None:
+            trackers += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
+        while (queued := self.queue.get()) is not None:
             step, values = queued
-            for tracker in list(opened):
+            for tracker in list(trackers):
                 with logged_errors(f"{type(tracker).__name__} is closed") as good:
                     tracker.log(step, values)
                 if not good:
-                    opened.remove(tracker)
-        for tracker in opened:
+                    trackers.remove(tracker)
+        for tracker in trackers:
             with logged_errors(f"{type(tracker).__name__} was not closed"):
                 tracker.close(self.exit_code)
 
@@ -145,7 +145,7 @@ class Trackers(StepReport):
         self.exit_code = exit_code
         until = time.monotonic() + patience
         try:
-            self.waiting.put(None, timeout=patience)
+            self.queue.put(None, timeout=patience)
             self.thread.join(max(0.0, until - time.monotonic()))
         except queue.Full:
             pass
@@ -161,11 +161,11 @@ def logged_errors(what: str) -> Iterator[list[None]]:
     Yields:
         A list with one item, which is emptied if there is an exception.
     """
-    good = [None]
+    without_error = [None]
     try:
-        yield good
+        yield without_error
     except Exception as error:
-        good.clear()
+        without_error.clear()
         log().warning("%s (%s: %s)", what, type(error).__name__, " ".join(str(error).split())[:500])
 
 
@@ -177,10 +177,11 @@ class TensorBoard:
 
         folder = Path(run.cfg.output_dir) / FOLDER
         self.writer = SummaryWriter(str(folder), purge_step=run.first_step + 1, flush_secs=10)
-        text = "\n".join(f"    {key}: {value}" for key, value in {**run.values, **flat(run.about)}.items())
+        text = "\n".join(f"    {key}: {value}" for key, value in {**run.values, **flat_about(run.about)}.items())
         self.writer.add_text("run", text, run.first_step + 1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        """Log values of a step, by their names in TensorBoard."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
@@ -204,7 +205,7 @@ class WeightsAndBiases:
             dir=str(folder),
             mode=cfg.wandb.value,  # pyright: ignore[reportArgumentType]
             resume="allow" if cfg.wandb is WandbMode.online else None,
-            config={**run.values, **flat(run.about)},
+            config={**run.values, **flat_about(run.about)},
             # wandb's own metadata would contain the command line, the user and the machine
             settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_meta=True, host="-"),
         )
@@ -225,8 +226,8 @@ class WeightsAndBiases:
         self.teardown()  # waits for wandb's process, which writes the last rows and is killed together with this one
 
 
-def flat(about: dict[str, Any]) -> dict[str, str]:
+def flat_about(about: dict[str, Any]) -> dict[str, str]:
     """Flatten the description of a start of a run to {dotted key: text}, without lists. Secrets are hidden."""
     known = secrets_of()
-    plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
-    return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}
+    entries = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
+    return {f"about.{key}": redact(written(value), known) for key, value in dotted(entries).items()}
