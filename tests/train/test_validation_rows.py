@@ -50,7 +50,9 @@ def test_steps_that_are_measured(every: int | None, due: list[int]) -> None:
 @pytest.mark.parametrize(("step", "done", "measured"), [(3, False, 1), (3, True, 0), (2, False, 0), (7, False, 1)])
 def test_a_validation_that_is_owed_is_done_when_a_run_continues(step: int, done: bool, measured: int) -> None:
     seen: list[int] = []
-    held: Any = SimpleNamespace(state=SimpleNamespace(step=step), done=done, measure=lambda: seen.append(step))
+    held: Any = SimpleNamespace(
+        state=SimpleNamespace(step=step), is_done_already=done, measure=lambda: seen.append(step)
+    )
     held.is_due = lambda: Validation.is_due(held)
     held.cfg, held.last_step = SimpleNamespace(val=SimpleNamespace(every=3)), 7
     Validation.on_start(held, held)
