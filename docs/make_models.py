@@ -3,8 +3,8 @@
     ./launch/test.sh --any --junitxml=FILE.xml
     python docs/make_models.py FILE.xml
 
-The first keeps what each test of tests/any found. The second puts it into tests/any/found.json, and from there into the
-page. Without a file only the page is written.
+The first keeps what each test of tests/any found. The second puts it into tests/any/found.json, where what other tests
+have found earlier stays, and from there into the page. Without a file only the page is written.
 """
 
 import json
@@ -19,28 +19,41 @@ sys.path.insert(0, str(TESTS / "support"))
 from whole_models import NO_CHAT, PADDED, WHOLE  # noqa: E402
 
 FOUND = TESTS / "any" / "found.json"
+STEPS = "test_steps_of_adamw_are_those_of_a_plain_loop"
 COLUMNS = {
     "test_ids_are_the_processors_and_labels_the_answers_with_their_ends": "ids and labels",
     "test_what_is_read_is_what_transformers_reads": "weights",
     "test_loss_and_gradients_of_a_row_are_the_sum_over_its_samples": "gradients",
     "test_a_rank_without_images_trains_with_one_that_has_some": "two ranks",
+    f"{STEPS}-full": "steps",
+    f"{STEPS}-lora": "LoRA",
+    f"{STEPS}-qlora": "QLoRA",
+    "test_ranks_train_as_a_plain_loop_does-zero2": "`zero2`",
+    "test_ranks_train_as_a_plain_loop_does-zero3": "`zero3`",
+    "test_ranks_train_as_a_plain_loop_does-hybrid": "`hybrid`",
+    "test_a_stopped_run_continues_on_another_number_of_ranks": "resume",
+    "test_an_export_is_the_trained_model_for_transformers": "export",
+    "test_answers_are_those_of_transformers": "chat",
+    "test_answers_of_validations_are_those_of_transformers": "validation",
 }
-"""{test: the column of the table}."""
+"""{test, or test and one of its parameters: the column of the table}."""
 TYPES = {"pixtral_llava": "`llava` with a `pixtral` tower"}
 """{name of a family: what the table calls it, if it is not its type alone}."""
 
 
 def read_reports(paths: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return {family: {column: `equal`, `differs` or `not run`}} from reports of pytest in the form of JUnit."""
-    found = {name: dict.fromkeys(COLUMNS.values(), "not run") for name in WHOLE}
+    """Return {family: {column: `equal` or `differs`}} for the tests in reports of pytest in the form of JUnit."""
+    found: dict[str, dict[str, str]] = {name: {} for name in WHOLE}
     for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
-        test, _, own = case.attrib["name"].rstrip("]").partition("[")
-        families = [part for part in own.split("-") if part in found]
-        if test in COLUMNS and families and case.find("skipped") is None:
+        test, _, own = case.attrib["name"].partition("@")[0].rstrip("]").partition("[")
+        values = own.split("-")
+        families = [value for value in values if value in found]
+        columns = [COLUMNS[key] for key in (test, *(f"{test}-{value}" for value in values)) if key in COLUMNS]
+        if columns and families and case.find("skipped") is None:
             fails = case.find("failure") is not None or case.find("error") is not None
-            column = found[families[0]]
-            if column[COLUMNS[test]] != "differs":
-                column[COLUMNS[test]] = "differs" if fails else "equal"
+            cells, column = found[families[0]], columns[0]
+            if cells.get(column) != "differs":
+                cells[column] = "differs" if fails else "equal"
     return found
 
 
@@ -63,5 +76,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        FOUND.write_text(json.dumps(read_reports(sys.argv[1:]), indent=1) + "\n")
+        before, now = json.loads(FOUND.read_text()), read_reports(sys.argv[1:])
+        made = {name: dict.fromkeys(COLUMNS.values(), "not run") | before.get(name, {}) | now[name] for name in WHOLE}
+        FOUND.write_text(json.dumps(made, indent=1) + "\n")
     (DOCS / "models.md").write_text(page())

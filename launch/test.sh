@@ -59,7 +59,7 @@ case "${1:-}" in
         set_up "dev,bench"
         set_up_any
         say "whole models of transformers"
-        exec env OMP_NUM_THREADS=1 "$VENV-any/bin/python" -m pytest -n 2 --durations=20 --dist loadfile \
+        exec env OMP_NUM_THREADS=1 "$VENV-any/bin/python" -m pytest -n 2 --durations=20 --dist loadgroup \
             --no-loadscope-reorder tests/any "$@"
         ;;
     --mutants)

@@ -25,6 +25,7 @@ from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train.events.held_out.validation_answers import AnswerGenerator
+from llava_fsdp.train.main import settle_auto
 from llava_fsdp.train.setup.build_state import open_held_out_data
 
 Whole = Callable[[str], WholeModel]
@@ -73,7 +74,8 @@ def answers_of_transformers(model: WholeModel, read: Callable[[list[int]], str])
             return_dict=True,
             return_tensors="pt",
         )
-        given = {name: value for name, value in inputs.items() if name in taken}
+        floats = {name: v.float() if v.is_floating_point() else v for name, v in inputs.items()}
+        given = {name: value for name, value in floats.items() if name in taken}
         made = peer.generate(**given, max_new_tokens=LENGTH, do_sample=False)
         found.append(read(made[0, inputs["input_ids"].shape[1] :].tolist()))
     return found
@@ -140,7 +142,7 @@ def test_tags_and_images_must_match(whole: Whole) -> None:
 
 def answers_on_a_rank(world: World, cfg: Config) -> list[str]:
     """Answers of a validation, before the first step."""
-    state = begin(world, cfg)
+    state = begin(world, settle_auto(cfg, world))
     held_out = open_held_out_data(cfg, world, state.model)
     made = AnswerGenerator(state.model, held_out, cfg, lambda: False, lambda: None)
     with evaluating(state.model, world.device, state.roots):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from families import FAMILIES, TEMPLATES, write_family
@@ -41,11 +42,11 @@ PIECES = [
 
 
 def write_images(folder: Path) -> list[str]:
-    """Write noise of the SIZES; return the names of the files."""
+    """Write noise of the SIZES, in each process the same; return the names of the files."""
     folder.mkdir(parents=True)
-    names = [f"{number}.png" for number in range(len(SIZES))]
-    for name, size in zip(names, SIZES, strict=True):
-        Image.effect_noise(size, 90).convert("RGB").save(folder / name)
+    dice, names = np.random.default_rng(0), [f"{number}.png" for number in range(len(SIZES))]
+    for name, (width, height) in zip(names, SIZES, strict=True):
+        Image.fromarray(dice.integers(256, size=(height, width, 3), dtype=np.uint8)).save(folder / name)
     return names
 
 
