@@ -34,6 +34,7 @@ from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.init_weights import computed_buffers
 from llava_fsdp.model.whole.answers import class_around
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
+from llava_fsdp.model.whole.patches import PatchConv3d, multiply_patches
 from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.structure import base_of
 from llava_fsdp.model.whole.whole import Whole, explained_dtypes
@@ -349,3 +350,26 @@ def test_the_work_of_an_image_token_counts_the_patches_that_are_joined() -> None
     assert token_flops(model, False) == 2 * 4 * sum(matrices) + 2 * sum(projector)
     trained = build("qwen2_vl", "model.train=[vision]")
     assert token_flops(trained, False) == 6 * 4 * sum(matrices) + 4 * sum(projector)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_are_multiplied_as_a_convolution_does(bias: bool) -> None:
+    """Also if an input is larger than the kernel; the weights are the same object."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv3d(3, 5, (2, 3, 3), (2, 3, 3), bias=bias, dtype=torch.float64))
+    theirs, weight = model[0], model[0].weight
+    padded = torch.nn.Sequential(torch.nn.Conv3d(3, 5, 3, padding=1))
+    multiply_patches(model)
+    multiply_patches(padded)
+    assert type(model[0]) is PatchConv3d and model[0].weight is weight and type(padded[0]) is torch.nn.Conv3d
+    for size in ((2, 3, 3), (4, 6, 3)):
+        given = torch.randn(7, 3, *size, dtype=torch.float64)
+        found, wanted = model(given), theirs(given)
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        up = torch.randn_like(wanted)
+        parameters = list(model.parameters())
+        for own, other in zip(
+            torch.autograd.grad(found, parameters, up), torch.autograd.grad(wanted, parameters, up), strict=True
+        ):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)

@@ -31,6 +31,7 @@ from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.model.whole.answers import Generation, class_around, generate
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.patches import multiply_patches
 from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.structure import base_of, find_structure, is_inside, name_modules
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -79,6 +80,7 @@ class Whole(Architecture):
         check_logits(tried, parts.logit_change)
         # the checks have replaced modules, so the class is built again
         made: Any = whole_model_of(parts.class_config)
+        multiply_patches(made)
         names = {name for name, _ in made.named_parameters(remove_duplicate=False)}
         self.cfg = cfg
         self.parts = parts

@@ -1,0 +1,27 @@
+"""The first layer of vision towers that get their images in patches."""
+
+import torch
+from torch import nn
+
+
+class PatchConv3d(nn.Conv3d):
+    """A convolution that multiplies matrices where each input is as large as the kernel. As a convolution this takes a
+    CPU 12 % of a step of a small Qwen2.5-VL, for 2 % of its arithmetic."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[patches, channels, *kernel_size] -> [patches, features, 1, 1, 1]; other sizes as in nn.Conv3d."""
+        if input.shape[2:] != self.kernel_size:
+            return super().forward(input)
+        return nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+
+
+def multiply_patches(model: nn.Module) -> None:
+    """Replace, in place, the convolutions of a model that could get single patches. Parameters stay the same."""
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Conv3d or module.groups != 1 or any(module.padding) or {*module.dilation} != {1}:
+            continue
+        own = PatchConv3d(
+            module.in_channels, module.out_channels, module.kernel_size, module.stride, bias=module.bias is not None
+        )
+        own.weight, own.bias = module.weight, module.bias
+        model.set_submodule(name, own)
