@@ -16,6 +16,8 @@ from pages import DOCS, code, replaced, table
 
 TESTS = DOCS.parent / "tests"
 sys.path.insert(0, str(TESTS / "support"))
+from family_table import FAMILIES  # noqa: E402
+from video_families import REFUSED_VIDEOS  # noqa: E402
 from whole_models import NO_CHAT, PADDED, WHOLE  # noqa: E402
 
 FOUND = TESTS / "any" / "found.json"
@@ -35,8 +37,13 @@ COLUMNS = {
     "test_an_export_is_the_trained_model_for_transformers": "export",
     "test_answers_are_those_of_transformers": "chat",
     "test_answers_of_validations_are_those_of_transformers": "validation",
+    "test_ids_of_videos_are_the_processors_and_labels_the_answers": "videos",
+    "test_loss_and_gradients_with_videos_are_the_sum_over_the_samples": "videos",
+    "test_ranks_with_a_video_an_image_and_text_alone_train_together": "videos",
+    "test_an_export_answers_videos_in_chat_as_transformers_generate": "videos",
 }
 """{test, or test and one of its parameters: the column of the table}."""
+NAMES = tuple(dict.fromkeys(COLUMNS.values()))
 TYPES = {"pixtral_llava": "`llava` with a `pixtral` tower"}
 """{name of a family: what the table calls it, if it is not its type alone}."""
 
@@ -57,17 +64,24 @@ def read_reports(paths: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
+def videos_of(name: str) -> dict[str, str]:
+    """Return what the column of videos says of a family without videos, or whose are refused; empty for others."""
+    if not FAMILIES[name].video:
+        return {"videos": ""}
+    return {"videos": f"refused: {REFUSED_VIDEOS[name]}"} if name in REFUSED_VIDEOS else {}
+
+
 def block() -> str:
     """The table: a row for all families of which the same was found."""
     found = json.loads(FOUND.read_text())
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in WHOLE:
         rows = f"padded: {PADDED[name]}" if name in PADDED else "packed"
-        groups.setdefault((rows, *(found[name][column] for column in COLUMNS.values())), []).append(name)
+        groups.setdefault((rows, *((found[name] | videos_of(name))[column] for column in NAMES)), []).append(name)
     lines = [(", ".join(TYPES.get(name) or code(name) for name in names), *cells) for cells, names in groups.items()]
     why = "refused: its processor takes no conversation"
-    lines += [(code(name), why, *[""] * len(COLUMNS)) for name in NO_CHAT]
-    return table(["type of the model", "rows", *COLUMNS.values()], lines)
+    lines += [(code(name), why, *[""] * len(NAMES)) for name in NO_CHAT]
+    return table(["type of the model", "rows", *NAMES], lines)
 
 
 def page() -> str:
@@ -77,6 +91,6 @@ def page() -> str:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         before, now = json.loads(FOUND.read_text()), read_reports(sys.argv[1:])
-        made = {name: dict.fromkeys(COLUMNS.values(), "not run") | before.get(name, {}) | now[name] for name in WHOLE}
+        made = {name: dict.fromkeys(NAMES, "not run") | before.get(name, {}) | now[name] for name in WHOLE}
         FOUND.write_text(json.dumps(made, indent=1) + "\n")
     (DOCS / "models.md").write_text(page())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
+from small import write_json
 from steps import begin
 from tiers import any_but
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.parallel.precision.precision import is_norm
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
+from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError, ModelError
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.main import settle_auto, train
 from llava_fsdp.train.setup.build_state import open_data
@@ -238,3 +239,11 @@ def test_norms_in_another_dtype_than_a_class_takes_are_refused_before_the_first_
 def test_other_families_are_refused_before_the_first_step(name: str, reason: str, whole: Whole, tmp_path: Path) -> None:
     with pytest.raises(LlavaFsdpError, match=reason):
         begun(single_world(), whole(name).config(tmp_path))
+
+
+def test_a_video_is_refused_by_name_where_the_processor_takes_none(whole: Whole, tmp_path: Path) -> None:
+    model = whole("gemma3")
+    turns = [{"from": "human", "value": "<video>\nwhat?"}, {"from": "gpt", "value": "a fox"}]
+    write_json(model.images.parent / "video.json", [{"id": "v7", "video": "a.mp4", "conversations": turns}])
+    with pytest.raises(DataError, match=r"(?s)media_not_read: 1 .*id v7.*whole model whose"):
+        begun(single_world(), model.config(tmp_path, records="video"))

@@ -155,7 +155,7 @@ def test_truncation_is_refused_where_fewer_images_are_prepared_otherwise(folder_
     whole = encode(RECORDS[2])
     assert whole is not None
     cut = replace(encode, max_length=whole.image_spans[1][0] + 1)
-    encode.expansions[SIZES[1], 1] = "other"
+    encode.expansions[SIZES[1], 1] = ("other",)
     with pytest.raises(DataError, match="truncated to 1 of its 3 images"):
         cut(RECORDS[2])
 
@@ -164,9 +164,10 @@ def test_a_row_without_images_gets_the_blank_sample(folder_of: Callable[[str], P
     encode = encoder_of(folder_of("gemma3"))
     text, shown = row_of(encode, RECORDS[0]), row_of(encode, RECORDS[1])
     bare = collated(reader_of(encode), [text])
-    blank = encode.blank()
+    blanks = encode.blanks(has_videos=False)
+    (blank,) = blanks.values()
     assert bare.images == {} and (blank[0].labels == IGNORE).all() and blank[0].is_image.any()
-    reader = reader_of(encode, blank=blank)
+    reader = reader_of(encode, blanks=blanks)
     micro = collated(reader, [text], keys=SampleKeys(seeds=[7], sources=[1]))
     count = len(text[0].input_ids)
     assert micro.lengths == (count, len(blank[0].input_ids))
@@ -265,14 +266,14 @@ def test_expansions_of_any_number_of_sizes_take_a_bounded_memory(
     encode = encoder_of(folder_of("gemma3"))
     texts = []
     for side in range(40, 47):
-        texts.append(encode.expansion((side, side), 1, "r"))
+        texts.append(encode.of_image((side, side), 1, "r"))
         assert len(encode.expansions) <= 3
     assert texts[0] and all(text is texts[0] for text in texts), "equal texts are one object"
 
 
 def test_an_image_without_tokens_is_refused(folder_of: Callable[[str], Path]) -> None:
     encode = encoder_of(folder_of("gemma3"))
-    encode.expansions[SIZES[0], 1] = "nothing"
+    encode.expansions[SIZES[0], 1] = ("nothing",)
     with pytest.raises(DataError, match="no tokens"):
         encode(RECORDS[1])
 

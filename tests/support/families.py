@@ -65,7 +65,7 @@ def make_processor(row: Family, tokenizer: Any) -> Any:
             raise ImportError(f"the video processor of {row.video} needs torchvision")
         parts["video_processor"] = load("video_processing", row.video, name)(**row.video_fields)
     kind = row.processor or row.kind
-    code = TEMPLATES[row.template].code.replace("IMAGE", row.image_text)
+    code = TEMPLATES[row.template].code.replace("IMAGE", row.image_text).replace("VIDEO", row.video_text)
     return load("processing", kind, PROCESSOR_MAPPING_NAMES[kind])(**parts, **row.fields, chat_template=code)
 
 

@@ -17,7 +17,7 @@ class Token(str):
 
 @dataclass(frozen=True)
 class ChatCode:
-    """A chat template in Jinja that writes IMAGE for an image."""
+    """A chat template in Jinja that writes IMAGE for an image and VIDEO for a video."""
 
     before: str
     """Jinja code before the first message."""
@@ -34,7 +34,8 @@ class ChatCode:
     def code(self) -> str:
         content = (
             "{%- if m['content'] is string -%}{{ m['content'] }}{%- else -%}{%- for c in m['content'] -%}"
-            "{%- if c['type'] == 'image' -%}{{ 'IMAGE' }}{%- else -%}{{ c['text'] }}{%- endif -%}{%- endfor -%}"
+            "{%- if c['type'] == 'image' -%}{{ 'IMAGE' }}{%- elif c['type'] == 'video' -%}{{ 'VIDEO' }}{%- else -%}"
+            "{{ c['text'] }}{%- endif -%}{%- endfor -%}"
             "{%- endif -%}"
         )
         roles = [("user", self.user), ("assistant", self.answer), ("system", self.system)]
@@ -99,6 +100,8 @@ class Family:
     """Special tokens without an attribute."""
     image_text: str = "<image>"
     """What the chat template writes for an image."""
+    video_text: str = ""
+    """What it writes for a video."""
     template: str = "chatml"
     processor: str = ""
     """Model type of the processor; empty: `kind`."""
@@ -168,6 +171,9 @@ def grid_tower(**fields: object) -> Fields:
     }  # fmt: skip
 
 
+VIDEO_SIZE = {"shortest_edge": 16 * PATCH**2, "longest_edge": 512 * PATCH**2}
+
+
 def qwen(kind: str, text: Fields, vision: Fields, **others: Any) -> Family:
     begin, image, end, video = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
     size = {"shortest_edge": 16 * PATCH**2, "longest_edge": 256 * PATCH**2}
@@ -179,9 +185,8 @@ def qwen(kind: str, text: Fields, vision: Fields, **others: Any) -> Family:
         ("qwen2_vl", {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "size": size}),
         more_tokens=(begin, end),
         image_text=begin + image + end,
-        video="qwen2_vl",
-        video_fields={"patch_size": PATCH},
-        **others,
+        video_text=begin + video + end,
+        **{"video": "qwen2_vl", "video_fields": {"patch_size": PATCH, "size": VIDEO_SIZE}, **others},
     )
 
 
@@ -204,8 +209,10 @@ def glm(kind: str, processor: str, text: Fields) -> Family:
         (processor, {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "size": size}),
         more_tokens=around,
         image_text=around[0] + image + around[1],
+        video_text=around[2] + video + around[3],
         processor=processor,
         video=processor,
+        video_fields={"patch_size": PATCH, "size": VIDEO_SIZE},
     )
 
 
@@ -247,6 +254,9 @@ def idefics(kind: str, **others: Any) -> Family:
     return Family(kind, config, tokens, (kind, image), {"image_seq_len": 4}, tuple(places), **others)
 
 
+QWEN3: dict[str, Any] = {
+    "processor": "qwen3_vl", "video": "qwen3_vl", "video_fields": {"patch_size": PATCH, "size": VIDEO_SIZE},
+}  # fmt: skip
 IMAGE = {"image_token": "<image>"}
 IMAGE_INDEX = ids(image_token_index="<image>")
 IMG = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")

@@ -26,6 +26,7 @@ from family_parts import (
     PATCH,
     QFORMER,
     QWEN2,
+    QWEN3,
     ROUTED,
     SIDE,
     SIGLIP,
@@ -34,6 +35,7 @@ from family_parts import (
     TEXT,
     TIMM,
     TOWER,
+    VIDEO_SIZE,
     VOCABULARY,
     VQ,
     WIDTH,
@@ -53,16 +55,17 @@ from family_parts import (
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": qwen("qwen2_vl", AXES, {**grid_tower(embed_dim=36), "hidden_size": WIDTH}),
     "qwen2_5_vl": qwen("qwen2_5_vl", AXES, grid_tower(**WINDOWS)),
-    "qwen3_vl": qwen("qwen3_vl", AXES, grid_tower(**DEEP)),
+    "qwen3_vl": qwen("qwen3_vl", AXES, grid_tower(**DEEP), **QWEN3),
     "qwen3_vl_moe": qwen("qwen3_vl_moe", {**AXES, **EXPERTS, "decoder_sparse_step": 1}, grid_tower(**DEEP),
-        processor="qwen3_vl"),
-    "qwen3_5": qwen("qwen3_5", LINEAR, grid_tower(num_position_embeddings=64), processor="qwen3_vl"),
+        **QWEN3),
+    "qwen3_5": qwen("qwen3_5", LINEAR, grid_tower(num_position_embeddings=64), **QWEN3),
     "exaone4_5": qwen("exaone4_5", {"model_type": "exaone4", "sliding_window": 4096, "layer_types":
         ["sliding_attention", "sliding_attention", "full_attention"]}, grid_tower(num_key_value_heads=1, **WINDOWS)),
     "video_llama_3": Family("video_llama_3", {"text_config": QWEN2, "vision_config": {**TOWER, "patch_size": PATCH},
         **ids(image_token_id="<|image_pad|>", video_token_id="<|video_pad|>")}, {"image_token": "<|image_pad|>",
         "video_token": "<|video_pad|>"}, ("video_llama_3", {"patch_size": PATCH, "merge_size": 2, "min_pixels": 16 *
-        PATCH ** 2, "max_pixels": 256 * PATCH ** 2}), image_text="<|image_pad|>", video="video_llama_3"),
+        PATCH ** 2, "max_pixels": 256 * PATCH ** 2}), image_text="<|image_pad|>", video_text="<|video_pad|>",
+        video="video_llama_3", video_fields={"patch_size": PATCH, "size": VIDEO_SIZE}),
     "glm4v": glm("glm4v", "glm4v", AXES),
     "glm4v_moe": glm("glm4v_moe", "glm4v", {**HALF, **ROUTED}),
     "glm46v": glm("glm46v", "glm46v", {"model_type": "glm4v_text", **HALF}),
@@ -100,9 +103,11 @@ FAMILIES: dict[str, Family] = {
         "patch_size": [PATCH, PATCH]}, "image_seq_length": 4, "tie_word_embeddings": False,
         **ids(image_token_id="<IMG_CONTEXT>")}, {"start_image_token": "<img>", "end_image_token": "</img>",
         "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}, tiles("got_ocr2"), {"image_seq_length": 4},
-        image_text="<IMG_CONTEXT>", video="internvl"),
+        image_text="<IMG_CONTEXT>", video_text="<video>", video="internvl", video_fields={"size": SQUARE}),
     "idefics3": idefics("idefics3"),
-    "smolvlm": idefics("smolvlm", video="smolvlm"),
+    "smolvlm": idefics("smolvlm", video="smolvlm", video_text="<video>", video_fields={"size": {"longest_edge": 2 *
+        SIDE}, "max_image_size": {"longest_edge": SIDE}, "video_sampling": {"max_frames": 7, "fps": 1, "video_size":
+        {"longest_edge": 2 * SIDE}}}),
     "gemma3": Family("gemma3", {"text_config": {**TEXT, "sliding_window": 9, "query_pre_attn_scalar": HEAD,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, "vision_config": SIGLIP,
         "mm_tokens_per_image": 4, **ids(boi_token_index="<start_of_image>", eoi_token_index="<end_of_image>",
@@ -160,14 +165,15 @@ FAMILIES: dict[str, Family] = {
         2, "vision_use_cls_token": True, **ids(image_token_id="<|image|>", video_token_id="<|video|>")},
         {"image_token": "<|image|>", "video_token": "<|video|>"}, ("perception_lm", {"tile_size": SIDE,
         "max_num_tiles": 4, "size": SQUARE, "vision_input_type": "vanilla"}), {"patch_size": PATCH, "pooling_ratio":
-        2}, image_text="<|image|>", video="perception_lm"),
+        2}, image_text="<|image|>", video_text="<|video|>", video="perception_lm", video_fields={"size": SQUARE}),
     "kimi_k25": Family("kimi_k25", {"text_config": KIMI_TEXT, "projection_hidden_size": 36, "vision_config":
         {"patch_size": PATCH, "pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 3, "num_hidden_layers":
         2, "hidden_size": 36, "intermediate_size": 50}, **ids(image_token_id="<|media_pad|>",
         video_token_id="<|video|>", vision_start_token_id="<|media_begin|>", vision_end_token_id="<|media_end|>")},
         {"image_token": "<|media_pad|>", "video_token": "<|video|>"}, ("kimi_k25", {"patch_size": PATCH, "size":
         {"max_height": 8, "max_width": 8}, "max_patches": 64}), more_tokens=("<|media_begin|>", "<|media_end|>"),
-        image_text="<|media_begin|>image<|media_pad|><|media_end|>", video="kimi_k25"),
+        image_text="<|media_begin|>image<|media_pad|><|media_end|>", video_text="<|video|>", video="kimi_k25",
+        video_fields={"patch_size": PATCH, "size": {"max_height": 8, "max_width": 8}, "max_patches": 64}),
     "llama4": Family("llama4", {"text_config": {**TEXT, "intermediate_size_mlp": 88, "num_local_experts": 5,
         "interleave_moe_layer_step": 2}, "vision_config": {"hidden_size": 36, "num_hidden_layers": 2,
         "num_attention_heads": 3, "intermediate_size": 144, "vision_output_dim": 36, **SIZES, "projector_input_dim":

@@ -1,8 +1,10 @@
 """transformers' own class and processor as the peer of a training of a whole model: one sample at a time."""
 
+import copy
 import functools
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,13 @@ from loaders import agreed_steps
 from PIL import Image
 from small import config_of, write_json
 from torch.distributed.tensor import DTensor
+from transformers.video_utils import load_video
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.train.state import TrainState
 
-TAG = "<image>"
+TAG, VIDEO_TAG = "<image>", "<video>"
 IGNORE = -100
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 NO_CHAT = ("paligemma", "got_ocr2")
@@ -109,7 +112,11 @@ class WholeModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        return transformers.AutoProcessor.from_pretrained(self.folder)
+        """transformers' own. It reads videos with transformers' reader for PyAV: its default is another library."""
+        processor = transformers.AutoProcessor.from_pretrained(self.folder)
+        if hasattr(processor, "video_processor"):
+            processor.video_processor.fetch_videos = fetch_videos
+        return processor
 
     def peer(self) -> Any:
         """transformers' own class, in training mode, without dropout."""
@@ -170,13 +177,15 @@ class Example:
 
 def messages_of(record: dict[str, Any], images: Path) -> list[dict[str, Any]]:
     """A record as messages with parts. A line break beside an image tag is no text: LLaVA's records write it there."""
-    files = iter(record.get("image", []))
+    files, videos = iter(record.get("image", [])), iter(record.get("video", []))
 
     def parts(text: str) -> Iterator[dict[str, Any]]:
-        pieces = text.split(TAG)
+        tags, pieces = re.findall(f"{TAG}|{VIDEO_TAG}", text), re.split(f"{TAG}|{VIDEO_TAG}", text)
         for number, piece in enumerate(pieces):
-            if number:
+            if number and tags[number - 1] == TAG:
                 yield {"type": "image", "image": Image.open(images / next(files)).convert("RGB")}
+            elif number:
+                yield {"type": "video", "path": str(images / next(videos))}
             piece = piece.removeprefix("\n") if number else piece
             piece = piece.removesuffix("\n") if number + 1 < len(pieces) else piece
             if piece:
@@ -185,13 +194,29 @@ def messages_of(record: dict[str, Any], images: Path) -> list[dict[str, Any]]:
     return [{"role": ROLES[t["from"]], "content": list(parts(t["value"]))} for t in record["conversations"]]
 
 
+def fetch_videos(videos: Any, sample_indices_fn: Any = None) -> Any:
+    """What a video processor's `fetch_videos` returns, with PyAV instead of torchcodec: the sampled frames, and the
+    file's metadata."""
+    if isinstance(videos, list):
+        return list(zip(*[fetch_videos(own, sample_indices_fn) for own in videos], strict=True))
+    frames, metadata = load_video(videos, backend="pyav")
+    if sample_indices_fn is not None:
+        metadata.frames_indices = np.asarray(sample_indices_fn(metadata=metadata))
+    return frames[metadata.frames_indices], metadata
+
+
 def example_of(model: WholeModel, record: dict[str, Any]) -> Example:
     """What `apply_chat_template` makes. An answer's labels begin behind its prompt, which is tokenized by itself."""
     processor, messages = model.processor, messages_of(record, model.images)
 
     def made(count: int, is_prompt: bool = False) -> dict[str, torch.Tensor]:
         return processor.apply_chat_template(
-            messages[:count], add_generation_prompt=is_prompt, tokenize=True, return_dict=True, return_tensors="pt"
+            copy.deepcopy(messages[:count]),
+            processor.chat_template,
+            add_generation_prompt=is_prompt,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
         )
 
     inputs = made(len(messages))

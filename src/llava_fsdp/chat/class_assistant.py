@@ -19,10 +19,12 @@ from llava_fsdp.config import Normalize, Pixels, TooLong
 from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.processor.encoder import ProcessorEncoder, check_processor
+from llava_fsdp.data.processor.frames import open_frames
 from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import ProcessorImages, Row
 from llava_fsdp.data.processor.processor import open_processor
-from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.records.clip import Clip, Shape
+from llava_fsdp.data.records.record import Turn, is_video
 from llava_fsdp.data.text.conversation import image_order, prompt
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.message_parts import media_of
@@ -40,10 +42,12 @@ GREY = 0.5
 
 @dataclass(frozen=True)
 class RgbImage:
-    """An image of a conversation. `pixels`: uint8 [height, width, 3]."""
+    """An image or a video of a conversation."""
 
     path: ImageFile
     pixels: np.ndarray
+    """uint8 [height, width, 3]; of a video the used frames, uint8 [frames, height, width, 3]."""
+    shape: Shape
 
 
 class ClassAssistant:
@@ -72,12 +76,14 @@ class ClassAssistant:
         self.max_tokens: int = language.max_position_embeddings
         self.tokenizer: Tokenizer = open_tokenizer(folder, language.vocab_size)
         self.template = open_image_template(source.template, folder, self.tokenizer)
-        self.reader = ProcessorImages(None, open_processor(folder), Pixels.exact)
+        processor = open_processor(folder)
+        frames = open_frames(self.template, processor, source.video_fps, source.video_frames)
+        self.reader = ProcessorImages(None, processor, Pixels.exact, frames)
         self.encoder = ProcessorEncoder(
-            self.tokenizer, self.template, self.reader.processor, self.reader.size, self.max_tokens, TooLong.fail,
+            self.tokenizer, self.template, processor, self.reader.shape, self.max_tokens, TooLong.fail,
             source.special_tokens,
         )  # fmt: skip
-        check_processor(self.encoder)
+        check_processor(self.encoder, has_videos=frames is not None)
         self.image_process = ImageProcess(self.reader) if limited_images else None
         self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, (folder, opened.folder))
         self.model: Architecture = load_copy(
@@ -171,17 +177,28 @@ class ClassAssistant:
         write_answers(self.model, self.model.language_config, prompt, sampling, push, generator)
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> RgbImage:
-        """Read an image. Error messages begin with `where`. Raises ImageError if the file cannot be read."""
-        if self.image_process is not None and isinstance(path, Path):
-            return RgbImage(path, self.image_process.load(path, where, images)[0])
-        return RgbImage(path, self.reader.load(path, where, images))
+        """Read an image or a video. Error messages begin with `where`. Raises ImageError if the file cannot be read, or
+        is a video, and the model takes none."""
+        apart = self.image_process
+        if isinstance(path, Path) and is_video(path):
+            self.reader.chosen(where)
+            if apart is None:
+                clip = self.reader.clip(path, where)
+                return RgbImage(path, self.reader.load(path, where), clip)
+            clip = self.reader.clip_of(apart.examine(path, where), f"{where}: video {path}")
+            return RgbImage(path, apart.frames(path, where, clip.numbers), clip)
+        if apart is not None and isinstance(path, Path):
+            pixels = apart.load(path, where, images)[0]
+        else:
+            pixels = self.reader.load(path, where, images)
+        return RgbImage(path, pixels, (pixels.shape[1], pixels.shape[0]))
 
     def prepare_images(self, images: Sequence[RgbImage]) -> list[RgbImage]:
         """Return the images of a conversation unchanged: the processor prepares them, whatever their number is."""
         return list(images)
 
     def blank_image(self, image: RgbImage) -> RgbImage:
-        """Return an image of the same size and of the mean colour."""
+        """Return an image, or a video, of the same size and of the mean colour."""
         means = getattr(self.reader.processor.opened.image_processor, "image_mean", None) or [GREY] * 3
         colour = np.round(np.array(means) * 255).astype(np.uint8)
         return replace(image, pixels=np.broadcast_to(colour, image.pixels.shape).copy())
@@ -197,8 +214,11 @@ class ClassAssistant:
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
         segments = prompt(list(turns), self.template, False, bool(images), where, media)
-        sizes = [(image.pixels.shape[1], image.pixels.shape[0]) for image in images]
-        sample = self.encoder.encode(segments, [str(image.path) for image in images], sizes, where)
+        shapes = [
+            replace(own.shape, read=lambda own=own: own.pixels) if isinstance(own.shape, Clip) else own.shape
+            for own in images
+        ]
+        sample = self.encoder.encode(segments, [str(image.path) for image in images], shapes, where)
         if len(sample.input_ids) >= self.max_tokens:
             raise too_long(where, len(sample.input_ids), sum(map(len, sample.image_rows)), self.max_tokens)
         return sample, [images[number].pixels for number in image_order(segments, len(images))]

@@ -3,14 +3,17 @@ cannot hold up the page that shows it to a model."""
 
 import base64
 import pickle
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llava_fsdp.data.images.anyres import Size
-from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.check import ImageFacts, read_size
 from llava_fsdp.data.images.image_source import ImageSource
+from llava_fsdp.data.images.video import GivenFrames, examine_video, read_frames, stacked
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import ImageError
@@ -38,31 +41,51 @@ class ImageProcess:
         """End the process, also while it reads; may be called in a signal handler."""
         self.process.stop()
 
+    def examine(self, path: Path, where: str) -> ImageFacts:
+        """Return the facts about a video file. Raises ImageError as `load` does."""
+        answer, _ = self.ask({"path": str(path), "where": where, "frames": []})
+        return ImageFacts(**answer["facts"])
+
+    def frames(self, path: Path, where: str, numbers: Sequence[int]) -> np.ndarray:
+        """Return the frames of a video with these numbers, which ascend, uint8 [frames, height, width, 3]. Raises
+        ImageError as `load` does."""
+        answer, content = self.ask({"path": str(path), "where": where, "frames": list(numbers)})
+        return np.frombuffer(content, dtype=np.uint8).reshape(answer["shape"]).copy()
+
     def load(self, path: Path, where: str, images: int) -> tuple[np.ndarray, Size | None]:
         """Return an image or video as `ImageSource.load` does, and the size in pixels of an image if the number of its
         tokens depends on it. Error messages begin with `where`; `images` is the number of images of
         the conversation. Raises ImageError if the file cannot be read, or takes too much time or memory."""
-        request = {"reader": self._reader, "path": str(path), "where": where, "images": images}
+        answer, content = self.ask({"reader": self._reader, "path": str(path), "where": where, "images": images})
+        tiles = np.frombuffer(content, dtype=np.uint8).reshape(answer["shape"]).copy()
+        return tiles, None if answer["size"] is None else tuple(answer["size"])
+
+    def ask(self, request: dict[str, Any]) -> Answer:
+        """Send a request to the other process, and return its answer. Raises ImageError if the file cannot be read, or
+        takes too much time or memory."""
         try:
             answer, content = self.process(request)
         except LimitBroken as error:
             raise ImageError(
-                f"{where}: image {path} would take too much time or memory: it {error}; convert it", Kind.image_bomb
+                f"{request['where']}: image {request['path']} would take too much time or memory: it {error}; convert "
+                "it",
+                Kind.image_bomb,
             ) from error
         if "error" in answer:
             raise ImageError(answer["error"], Kind(answer["kind"]))
-        tiles = np.frombuffer(content, dtype=np.uint8).reshape(answer["shape"]).copy()
-        return tiles, None if answer["size"] is None else tuple(answer["size"])
+        return answer, content
 
 
 def make_work() -> Work:
-    """Return the function that the other process calls for each request. It loads an image, and returns its tiles as
-    bytes, or the error."""
+    """Return the function that the other process calls for each request. It loads an image, or frames of a video, and
+    returns tiles or frames as bytes, or the error. Of a video of which no frames are asked, it returns the facts."""
     pickled, reader = "", None
 
     def work(request: dict[str, Any]) -> Answer:
         """Load an image. The image reader is unpickled again only if another one is sent."""
         nonlocal pickled, reader
+        if "frames" in request:
+            return video(Path(request["path"]), request["where"], request["frames"])
         if reader is None or request["reader"] != pickled:
             pickled = request["reader"]
             reader = pickle.loads(base64.b64decode(pickled))
@@ -74,5 +97,14 @@ def make_work() -> Work:
         except ImageError as error:
             return {"error": str(error), "kind": error.kind}, b""
         return {"shape": tiles.shape, "size": size}, tiles.tobytes()
+
+    def video(path: Path, where: str, numbers: list[int]) -> Answer:
+        try:
+            if not numbers:
+                return {"facts": asdict(examine_video(path, where, GivenFrames([0]), full=False))}, b""
+            frames = stacked(read_frames(path, where, lambda *_: numbers), f"{where}: video {path}")
+        except ImageError as error:
+            return {"error": str(error), "kind": error.kind}, b""
+        return {"shape": frames.shape}, frames.tobytes()
 
     return work

@@ -29,9 +29,10 @@ from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.bad_records import open_records, remarks
 from llava_fsdp.data.processor.encoder import ProcessorEncoder, check_processor
+from llava_fsdp.data.processor.frames import open_frames
 from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import Positions, ProcessorImages
-from llava_fsdp.data.processor.processor import open_processor
+from llava_fsdp.data.processor.processor import Processor, open_processor
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
@@ -70,7 +71,8 @@ class ModelShape:
     processor_folder: Path | None = None
     """Folder of the processor that prepares the model's texts and images; None: images are cut into tiles."""
     needs_blank: bool = False
-    """With a processor: whether a micro-batch without images gets a sample with a black image and without labels."""
+    """With a processor: whether a micro-batch without images gets a sample with a black image and without labels, and
+    one without videos a sample with a black video if the dataset has videos."""
     positions: Positions | None = None
     """With a processor: numbers the tokens of a sample; None: they count from 0."""
 
@@ -106,6 +108,11 @@ def build_loader(
     """
     encoder, image_reader = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, image_reader, watch if is_first else watch_silently)
+    if isinstance(encoder, ProcessorEncoder):
+        check_kinds(cfg, records, encoder.processor)
+    if shape.needs_blank and isinstance(image_reader, ProcessorImages):
+        assert isinstance(encoder, ProcessorEncoder)
+        image_reader = replace(image_reader, blanks=encoder.blanks(records.has_videos))
     if is_first and (message := remarks(records)):
         log().warning(message)
     sampler = open_sampler(records, cfg, world_size) if choose is None else choose(records)
@@ -161,12 +168,26 @@ def open_processor_encoding(
     processor = open_processor(folder)
     tokenizer = open_tokenizer(folder, shape.vocab_size)
     template = open_image_template(cfg.data.template, folder, tokenizer)
-    reader = ProcessorImages(images, processor, cfg.data.pixels, None, shape.positions, cfg.data.allow_links)
+    frames = open_frames(template, processor, cfg.data.video_fps, cfg.data.video_frames)
+    reader = ProcessorImages(images, processor, cfg.data.pixels, frames, {}, shape.positions, cfg.data.allow_links)
     encoder = ProcessorEncoder(
-        tokenizer, template, processor, reader.size, cfg.data.max_length, cfg.data.too_long, cfg.trained_special_tokens
+        tokenizer, template, processor, reader.shape, cfg.data.max_length, cfg.data.too_long, cfg.trained_special_tokens
     )
-    check_processor(encoder)
-    return encoder, replace(reader, blank=encoder.blank() if shape.needs_blank else None)
+    check_processor(encoder, has_videos=frames is not None)
+    return encoder, reader
+
+
+def check_kinds(cfg: Config, records: Records, processor: Processor) -> None:
+    """Raise ConfigError if images and videos may come into one micro-batch, and the model cannot tell their tokens
+    apart."""
+    has_rows = cfg.packs or cfg.micro_batch_size > 1
+    if not (has_rows and records.has_videos and records.has_images) or processor.shares_inputs:
+        return
+    if processor.shares_tokens:
+        raise ConfigError(
+            f"{processor.folder}: the tokens of videos are those of images, so that the model takes only one of both "
+            "in a micro-batch, and the dataset has both: set pack=false and micro_batch_size=1, or train on one of both"
+        )
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:

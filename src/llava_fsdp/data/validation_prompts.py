@@ -17,6 +17,7 @@ from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
+from llava_fsdp.data.records.clip import Clip
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, opening_question, opening_turns, prompt
@@ -70,9 +71,10 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
     shown = replace(record, images=names, sizes=sizes, frames=frames)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     if isinstance(encoder, ProcessorEncoder):
-        own = sizes or tuple(reader.size(shown, number) for number in range(num_images))
-        sample = encoder.encode(segments, names, own, record.where)
+        shapes = [encoder.shape(shown, number) for number in range(num_images)]
+        sample = encoder.encode(segments, names, shapes, record.where)
         files = tuple(reader.checked_path(record, name) for name in sample.images)
+        own = [shape.size if isinstance(shape, Clip) else shape for shape in shapes]
         return HeldOutQuestion(record.where, question, answer, sample, files, tuple(own[n] for n in order), source)
     assert isinstance(reader, ImageReader)
     image_rows = [reader.image_rows(shown, number) for number in range(num_images)]

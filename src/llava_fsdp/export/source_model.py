@@ -290,6 +290,8 @@ def describe_model(
         max_length=notes.get("max_length"),
         special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
         history=history_in(notes),
+        video_fps=notes.get("video_fps"),
+        video_frames=notes.get("video_frames"),
     )
 
 
@@ -316,7 +318,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         vision=cfg.vision or notes.get("vision") or model_config.vision,
         renamed_tower=cfg.vision,
         history=history_in(notes),
-        video_sampling=VideoSampling(notes.get("video_fps") or 1.0, notes.get("video_frames") or 32),
+        video_sampling=VideoSampling.of_limits(notes.get("video_fps"), notes.get("video_frames")),
     )
 
 

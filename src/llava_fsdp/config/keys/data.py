@@ -174,10 +174,12 @@ class DataConfig:
     max_tiles: int
     """anyres_max: number of tiles to whose features larger images are shrunk. The tile of the whole image does not
     count (`anyres_max_9` of LLaVA-OneVision: 9)."""
-    video_fps: float = 1.0
-    """anyres_max: frames that are taken of each second of a video."""
-    video_frames: int = 32
-    """anyres_max: maximum number of frames of a video. Of a longer one, as many are taken at equal distances."""
+    video_fps: float | None = None
+    """Frames that are taken of each second of a video. null: 1 with anyres_max; for a whole model as its processor does
+    by itself, which may be all frames."""
+    video_frames: int | None = None
+    """Maximum number of frames of a video. If video_fps would take more, as many of them are taken at equal distances.
+    null: 32 with anyres_max; for a whole model no maximum."""
     pixels: Pixels
     """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
     reads them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);

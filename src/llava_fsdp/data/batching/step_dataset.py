@@ -22,8 +22,10 @@ from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.records.record import Record, is_video
 from llava_fsdp.data.text.encode import Encoder, Sample
+from llava_fsdp.data.text.message_parts import IMAGE
 from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive
 
@@ -301,6 +303,9 @@ class Steps(Dataset):
                 rows[has_image] = row
                 record = self.parse(number)
                 sizes += [self.image_reader.size(record, rows[has_image][0].place(n)) for n in range(len(row[1]))]
-        micro = Collator(self.image_reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
+        reader = self.image_reader
+        if isinstance(reader, ProcessorImages):  # a video without a sample of its own would not be compared
+            reader = replace(reader, blanks={kinds: own for kinds, own in reader.blanks.items() if IMAGE in kinds})
+        micro = Collator(reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         micro = replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
         return micro, sizes

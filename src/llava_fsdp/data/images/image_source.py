@@ -15,7 +15,7 @@ import numpy as np
 from llava_fsdp.config import Pixels
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile, check_links, image_in, inline_image, read_size
-from llava_fsdp.data.images.video import VideoSampling
+from llava_fsdp.data.images.video import FrameChoice
 from llava_fsdp.data.records.record import Record
 
 
@@ -43,7 +43,7 @@ class ImageSource(ABC):
     """Local folder that the image paths are relative to, for records that have no folder of their own. Those of an
     index have one."""
     pixels: Pixels
-    sampling: VideoSampling | None
+    sampling: FrameChoice | None
     """None: videos are not read."""
     allow_links: bool
     """Whether symbolic links in the folder may lead to images outside of it."""

@@ -1,7 +1,8 @@
-"""Read frames of video files with PyAV, for models that take videos (LLaVA-OneVision).
+"""Read frames of video files with PyAV, for models that take videos.
 
-Which frames are used (LLaVA-NeXT train.py, `process_video_with_decord`): every n-th, where n is the number of frames
-in a second divided by `data.video_fps`, rounded, and at least 1. If these are more than `data.video_frames`, that many
+Which frames are used: for a model with a processor, those that the processor chooses. For LLaVA-OneVision (LLaVA-NeXT
+train.py, `process_video_with_decord`) every n-th, where n is the number of frames in a second divided by
+`data.video_fps`, rounded, and at least 1. If these are more than `data.video_frames`, that many
 at equal distances from the first frame to the last one are used instead.
 
 A file is opened as an object without a name, in the format that its suffix names. So a playlist, or a file in another
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 from PIL import Image
@@ -36,20 +37,49 @@ BLOCK = 1 << 20
 """Number of bytes that are read at once for a checksum."""
 
 
+MOST_PIXELS = 1 << 30
+"""Greatest number of pixels in all used frames of a video together, where they are not resized when they are read."""
+
+
+class FrameChoice(Protocol):
+    """Selects the frames of a video that are used. The text of it changes with its rule."""
+
+    keeps_size: ClassVar[bool]
+    """Whether frames are not resized when they are read. The size of the frames as they are shown is then needed, and
+    limited."""
+
+    def numbers(self, frames: int, rate: float) -> list[int]:
+        """Return the numbers, from 0, of the used frames of a video of `frames` frames, ascending.
+
+        Args:
+            rate: frames per second.
+
+        Raises:
+            NoFrameError: no frame can be chosen.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class VideoSampling:
-    """Selects the frames of a video that are used."""
+    """Selects the frames of a video that LLaVA-OneVision uses."""
 
     fps: float = 1.0
     """`data.video_fps`: number of frames that are used of each second."""
     frames: int = 32
     """`data.video_frames`: greatest number of frames that are used."""
+    keeps_size: ClassVar[bool] = False
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "VideoSampling | None":
         """Return None if videos are not read."""
         is_read = cfg.trained_aspect is AspectRatio.anyres_max
-        return cls(cfg.video_fps, cfg.video_frames) if is_read else None
+        return cls.of_limits(cfg.video_fps, cfg.video_frames) if is_read else None
+
+    @classmethod
+    def of_limits(cls, fps: float | None, frames: int | None) -> "VideoSampling":
+        """Return the rule for the values of the two keys; None: LLaVA-NeXT's value."""
+        return cls(cls.fps if fps is None else fps, cls.frames if frames is None else frames)
 
     def numbers(self, frames: int, rate: float) -> list[int]:
         """Return the numbers, from 0, of the used frames of a video of `frames` frames, ascending."""
@@ -57,6 +87,17 @@ class VideoSampling:
         if len(spaced) <= self.frames:
             return list(spaced)
         return np.linspace(0, frames - 1, self.frames, dtype=int).tolist()
+
+
+@dataclass(frozen=True)
+class GivenFrames:
+    """Selects frames that were chosen before."""
+
+    given: Sequence[int]
+    keeps_size: ClassVar[bool] = True
+
+    def numbers(self, frames: int, rate: float) -> list[int]:
+        return list(self.given)
 
 
 @dataclass(frozen=True)
@@ -81,12 +122,13 @@ class NoFrameError(Exception):
     """Frames of a video file cannot be decoded, or it has none."""
 
 
-def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -> ImageFacts:
-    """Check that a video can be read, and return its number of frames, its frames per second, the size of its frames as
-    they are stored, and with `full` its checksum.
+def examine_video(path: Path, where: str, sampling: FrameChoice, full: bool) -> ImageFacts:
+    """Check that a video can be read, and return its number of frames, its frames per second, the size of its frames,
+    and with `full` its checksum. The size is that of the stored frames; with `sampling.keeps_size` that of the frames
+    as they are shown.
 
     Args:
-        full: whether to decode these frames. If false, no frame is decoded.
+        full: whether to decode the used frames. If false, none is decoded; with `sampling.keeps_size` the first one is.
 
     Raises:
         ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.
@@ -98,10 +140,13 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
             width, height = stream.codec_context.width, stream.codec_context.height
             timeline = read_timeline(container, stream)
             count = len(timeline.times)
+            numbers = sampling.numbers(count, timeline.rate) if full or sampling.keeps_size else []
+            if sampling.keeps_size:
+                check_work(len(numbers), width, height, path, where)
+            for frame in decoded(container, stream, timeline, numbers if full else numbers[:1]):
+                if sampling.keeps_size and frame.rotation % 180:
+                    width, height = frame.height, frame.width
             facts = ImageFacts(width, height, stored_height=height, frames=count, rate=timeline.rate)
-            if full:
-                for _ in decoded(container, stream, timeline, sampling.numbers(count, timeline.rate)):
-                    pass
         return replace(facts, digest=digest_of(file)) if full else facts
 
     return with_file(path, f"{where}: video {path}", read)
@@ -125,6 +170,15 @@ def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[
             return [shown(frame) for frame in decoded(container, stream, timeline, numbers)]
 
     return with_file(path, f"{where}: video {path}", read)
+
+
+def stacked(frames: Sequence[Image.Image], what: str) -> np.ndarray:
+    """Return the frames of a video as one array, uint8 [frames, height, width, 3]. Raise ImageError if their sizes
+    differ."""
+    sizes = {frame.size for frame in frames}
+    if len(sizes) > 1:
+        raise ImageError(f"{what} has frames of several sizes, {sizes}; convert it", Kind.image_unreadable)
+    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def video_digest(path: Path, where: str) -> int:
@@ -194,6 +248,16 @@ def check_frame(width: int, height: int, path: Path, where: str) -> None:
         raise ImageError(
             f"{where}: video {path} has frames of {width} x {height} pixels, over the limit of {MAX_PIXELS}; make it "
             "smaller",
+            Kind.image_bomb,
+        )
+
+
+def check_work(frames: int, width: int, height: int, path: Path, where: str) -> None:
+    """Raise ImageError if the used frames of a video would take too much memory."""
+    if frames * width * height > MOST_PIXELS:
+        raise ImageError(
+            f"{where}: {frames} frames of video {path} are used, of {width} x {height} pixels; together they have more "
+            f"than {MOST_PIXELS} pixels: set data.video_fps or data.video_frames to less, or make the video smaller",
             Kind.image_bomb,
         )
 

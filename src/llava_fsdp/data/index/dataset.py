@@ -95,6 +95,17 @@ class Records:
         return bool(self._digests[self._sizes.first[self.number_in_index(number)] + position])
 
     @cached_property
+    def has_videos(self) -> bool:
+        """Whether any record of the dataset has a video that is read."""
+        return self._sizes.frames is not None and bool(self._sizes.frames.any())
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Whether any record of the dataset has an image, or a file that cannot be read."""
+        frames = self._sizes.frames
+        return len(self._sizes.width) > 0 if frames is None else bool((frames == 0).any())
+
+    @cached_property
     def _digests(self) -> np.ndarray:
         return open_column(self.index.pictures, "digest")
 

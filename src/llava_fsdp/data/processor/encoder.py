@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from PIL import Image
@@ -12,13 +13,16 @@ from PIL import Image
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.processor.processor import Processor
+from llava_fsdp.data.processor.images import Row
+from llava_fsdp.data.processor.processor import FAILURES, SMALL_VIDEO, Processor, VideoNeeds, frames_of
+from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.conversation import Segment, image_order, render
 from llava_fsdp.data.text.encode import AnswerEncoder, ProcessorText, Sample, truncate
 from llava_fsdp.data.text.encode_chat import ChatIds, encode_chat
 from llava_fsdp.data.text.jinja_template import ChatTemplate
+from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
@@ -26,76 +30,83 @@ BLANK_SIDES = (16, 28, 56, 112, 224, 448)
 """Sides in pixels of the square images among which the one with the fewest tokens is chosen for a blank sample."""
 
 MOST_EXPANSIONS = 50_000
-"""Number of sizes of images whose expansions are remembered. A dataset may have millions; their texts are few."""
+"""Number of sizes of images, and of videos, whose expansions are remembered. A dataset may have millions; their texts
+are few."""
+BLANK_FRAMES = (2, 4, 8)
+"""Numbers of frames of the videos, of BLANK_SIDES, among which a blank sample is chosen."""
 
 
 @dataclass(frozen=True)
 class ProcessorEncoder(AnswerEncoder):
-    """An AnswerEncoder for models whose processor puts the tokens of images into the text.
+    """An AnswerEncoder for models whose processor puts the tokens of images and videos into the text.
 
-    What the processor writes in the place of an image's placeholder is learnt from black images of the same size. The
-    whole text is tokenized with it, because its ends may make one token with their neighbours (Gemma 3 writes line
-    breaks around an image).
+    What the processor writes in the place of an image's placeholder is learnt from black images of the same size; of a
+    video's, from as many frames of the same size, without values if it reads none (`Processor.needs`). The whole text
+    is tokenized with it, because its ends may make one token with their neighbours (Gemma 3 writes line breaks around
+    an image).
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate
     processor: Processor
-    size: Callable[[Record, int], Size]
-    """Function (record, index of an image) -> (width, height) in pixels."""
+    shape: Callable[[Record, int], Shape]
+    """Function (record, index of an image or a video) -> what its tokens depend on."""
     max_length: int
     too_long: TooLong
     special_tokens: SpecialTokens = SpecialTokens.text
-    expansions: dict[tuple[Size, int], str] = field(default_factory=dict, compare=False, repr=False)
-    """{(size of an image, number of images of its sample): the text in the place of its placeholder}, filled while
-    records are encoded."""
+    expansions: dict[tuple[Size, int] | tuple[Clip, ...], tuple[str, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """{(size of an image, number of images of its sample): the text in the place of its placeholder}, and {the videos
+    of a sample: these texts}, filled while records are encoded."""
 
     @property
     def fingerprint(self) -> str:
         form = f"{self.template} {self.special_tokens.value}"
         return f"processor {self.tokenizer.fingerprint} {form} {self.max_length} {self.processor.fingerprint}"
 
-    @property
-    def placeholder(self) -> str:
-        return self.template.placeholders["i"]
+    def placeholder(self, shape: Shape) -> str:
+        """Return what the chat template writes for an image or a video."""
+        return self.template.placeholders[VIDEO if isinstance(shape, Clip) else IMAGE]
 
     def whole(self, record: Record, longest: int) -> Sample:
-        sizes = [self.size(record, n) for n in range(len(record.images))]
+        shapes = [self.shape(record, n) for n in range(len(record.images))]
         segments = self.shortened(render(record, self.template, start_end=False), longest)
-        return self.encode(segments, record.images, sizes, record.where)
+        return self.encode(segments, record.images, shapes, record.where)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
         """Truncate a sample to `max_length` tokens. Raise DataError if it loses images, and the processor writes other
         tokens for those that are left."""
         made = truncate(whole, self.max_length)
-        count, total = len(made.images), len(whole.images)
-        sizes = {self.size(record, whole.place(n)) for n in range(count)} if count < total else set()
-        for size in sizes:
-            if self.expansion(size, count, record.where) != self.expansion(size, total, record.where):
-                raise DataError(
-                    f"{record.where} is truncated to {count} of its {total} images, and the model's processor prepares "
-                    "an image of so many in another way; raise data.max_length, or set data.too_long=skip",
-                    Kind.too_long,
-                )
+        assert whole.processor_text is not None
+        count, shapes = len(made.images), whole.processor_text.shapes
+        if (
+            count < len(shapes)
+            and self.expanded(shapes[:count], record.where) != self.expanded(shapes, record.where)[:count]
+        ):
+            raise DataError(
+                f"{record.where} is truncated to {count} of its {len(shapes)} images and videos, and the model's "
+                "processor prepares one of so many in another way; raise data.max_length, or set data.too_long=skip",
+                Kind.too_long,
+            )
         return made
 
-    def encode(self, segments: list[Segment], names: Sequence[str], sizes: Sequence[Size], where: str) -> Sample:
+    def encode(self, segments: list[Segment], names: Sequence[str], shapes: Sequence[Shape], where: str) -> Sample:
         """Encode the segments of a conversation, or of a prompt, as a sample that is not truncated.
 
         Args:
-            names: the names of the record's images.
-            sizes: (width, height) of each in pixels.
+            names: the names of the record's images and videos.
+            shapes: for each, what its tokens depend on.
             where: name of the record in messages.
         """
         order = image_order(segments, len(names))
-        expansions = {n: self.expansion(sizes[n], len(names), where) for n in order}
-        shown = [
-            own if own.image is None else Segment(expansions[own.image], False, image=own.image) for own in segments
-        ]
+        shapes = tuple(shapes[n] for n in order)
+        texts = dict(zip(order, self.expanded(shapes, where), strict=True))
+        shown = [own if own.image is None else Segment(texts[own.image], False, image=own.image) for own in segments]
         form, special = self.template, self.special_tokens
         adds_bos = form.adds_bos or self.adds_bos(segments)
         made = encode_chat(shown, self.tokenizer, None, special, adds_bos, form.prompt_ends)
-        text = self.processor_text(segments, made, where)
+        text = self.processor_text(segments, made, shapes, where)
         rows = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
         if not all(map(len, rows)):
             raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
@@ -119,103 +130,176 @@ class ProcessorEncoder(AnswerEncoder):
         text = next((own.text for own in segments if own.text), "")
         return bos is not None and not text.startswith(self.tokenizer.name(bos) or "\0")
 
-    def processor_text(self, segments: Sequence[Segment], made: ChatIds, where: str) -> ProcessorText:
+    def processor_text(
+        self, segments: Sequence[Segment], made: ChatIds, shapes: tuple[Shape, ...], where: str
+    ) -> ProcessorText:
         """Return the texts from which the processor makes the token ids of a sample again, and where its images are.
 
         Args:
-            segments: the conversation, with the expansion of each image in the place of its placeholder.
+            segments: the conversation, with the placeholders of images and videos.
             made: the ids of the sample.
+            shapes: what the tokens of each image and video depend on, in the order of the text.
 
         Raises:
-            DataError: a text of the record contains the token that stands for images.
+            DataError: a text of the record contains a token that stands for images or videos.
         """
-        is_image = np.zeros(len(made.ids), dtype=bool)
+        is_media, is_image = np.isin(made.ids, self.processor.media_ids), np.zeros(len(made.ids), dtype=bool)
         for begin, end in made.image_spans:
-            is_image[begin:end] = made.ids[begin:end] == self.processor.image_id
-        if (made.ids == self.processor.image_id).sum() != is_image.sum():
+            is_image[begin:end] = is_media[begin:end]
+        if is_media.sum() != is_image.sum():
             raise DataError(
-                f"{where} has the token in its text that stands for images; take it out, or set "
+                f"{where} has the token in its text that stands for images or videos; take it out, or set "
                 "data.special_tokens=text",
                 Kind.special_token,
             )
         # if answers are tokenized apart, the processor gets the text before the last one that has labels
         last = max((n for n, own in enumerate(segments) if own.begins_answer and own.supervised), default=0)
-        texts = split_at_images(segments[:last] if made.is_apart else segments, self.placeholder)
+        places = [self.placeholder(shape) for shape in shapes]
+        texts = split_at_images(segments[:last] if made.is_apart else segments, places)
         is_whole = not made.hides_special and len(texts) == len(made.image_spans) + 1
         if not is_whole:  # the processor would make other ids of these texts: it gets the placeholders alone
-            texts = ["", *[self.placeholder] * len(made.image_spans)]
-        return ProcessorText(tuple(texts), made.image_spans, is_image, is_whole, made.is_apart and is_whole, where)
+            texts = ["", *places]
+        is_prompt = made.is_apart and is_whole
+        return ProcessorText(tuple(texts), made.image_spans, shapes, is_image, is_whole, is_prompt, where)
 
-    def expansion(self, size: Size, count: int, where: str) -> str:
-        """Return the text that the processor puts in the place of an image of a sample with `count` images."""
+    def expanded(self, shapes: Sequence[Shape], where: str) -> list[str]:
+        """Return the text that the processor puts in the place of each image and video of a sample. Raise DataError if
+        it cannot prepare them, or together writes other tokens for an image than for images of its size alone."""
+        clips = tuple(own for own in shapes if isinstance(own, Clip))
+        if clips and len(clips) < len(shapes) and self.processor.shares_tokens:
+            raise DataError(
+                f"{where} has images and videos, and this model takes only one of both in a sample; make several "
+                "records of it",
+                Kind.image_shape,
+            )
+        count = len(shapes) - len(clips)
+        videos = iter(self.of_videos(clips, where) if clips else ())
+        return [next(videos) if isinstance(own, Clip) else self.of_image(own, count, where) for own in shapes]
+
+    def of_image(self, size: Size, count: int, where: str) -> str:
+        """Return the text that the processor puts in the place of an image of a sample with `count` images. Raise
+        DataError if it fails, or writes another text for each."""
         known = self.expansions.get((size, count))
         if known is None:
-            if len(self.expansions) >= MOST_EXPANSIONS:
-                self.expansions.clear()
-            known = self.expansions[size, count] = sys.intern(self.expand(size, count, where))  # equal texts are one
+            own, *others = self.expand([size] * count, where)
+            if any(other != own for other in others):
+                raise DataError(
+                    f"{where}: the model's processor writes different tokens for {count} images of one size, "
+                    f"{size[0]} x {size[1]} pixels; give each image a record of its own",
+                    Kind.image_shape,
+                )
+            known = self.expansions[size, count] = self.remembered([own])
+        return known[0]
+
+    def of_videos(self, clips: tuple[Clip, ...], where: str) -> tuple[str, ...]:
+        """Return the texts that the processor puts in the places of all videos of a sample. Raise DataError if it
+        fails, or writes of a video what another one beside it has: an answer before that would be learnt with another
+        prompt than a model gets."""
+        known = self.expansions.get(clips)
+        if known is None:
+            texts = self.expand(clips, where)
+            if len(clips) > 1 and texts != [text for clip in clips for text in self.of_videos((clip,), where)]:
+                raise DataError(
+                    f"{where}: the model's processor writes other tokens for videos of "
+                    f"{', '.join(map(shown_shape, clips))} together than for each alone; give each a record of its own",
+                    Kind.image_shape,
+                )
+            if self.processor.needs is VideoNeeds.content:
+                return tuple(texts)
+            key = tuple(replace(clip, read=None) for clip in clips)  # the function may hold a record
+            known = self.expansions[key] = self.remembered(texts)
         return known
 
-    def expand(self, size: Size, count: int, where: str) -> str:
-        """Run the processor for `expansion`. Raises DataError if it fails, or writes another text for each image."""
+    def remembered(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Return texts as they are put into `expansions`, which are emptied if they are full."""
+        if len(self.expansions) >= MOST_EXPANSIONS:
+            self.expansions.clear()
+        return tuple(map(sys.intern, texts))  # equal texts are one
+
+    def expand(self, shapes: Sequence[Shape], where: str) -> list[str]:
+        """Run the processor. Raises DataError if it fails."""
         try:
-            text = self.processor.expand(self.placeholder * count, [size] * count)
-        except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
+            return self.processor.expand([self.placeholder(own) for own in shapes], shapes)
+        except FAILURES as error:
+            what = ", ".join(map(shown_shape, dict.fromkeys(shapes)))
             raise DataError(
-                f"{where}: the model's processor cannot prepare {count} images of {size[0]} x {size[1]} pixels: "
+                f"{where}: the model's processor cannot prepare {len(shapes)} images or videos of {what}: "
                 f"{' '.join(str(error).split())[:200]}",
                 Kind.image_shape,
             ) from error
-        own = text[: len(text) // count]  # all images have one size, so that each has the same text
-        if own * count != text:
-            raise DataError(
-                f"{where}: the model's processor writes different tokens for {count} images of one size, "
-                f"{size[0]} x {size[1]} pixels; give each image a record of its own",
-                Kind.image_shape,
-            )
-        return own
 
-    def blank(self) -> tuple[Sample, list[np.ndarray]]:
-        """Return a sample of one black image without labels, and the image, uint8 [height, width, 3]. Of several sizes,
-        it has the one with the fewest tokens. A rank without images trains on it, so that its vision part runs."""
-        image = Segment(self.placeholder, False, image=0)
-        made = [self.encode([image], ["blank"], [(side, side)], "a blank sample") for side in BLANK_SIDES]
-        length, place = min((len(sample.input_ids), place) for place, sample in enumerate(made))
-        side = BLANK_SIDES[place]
-        assert (made[place].labels == IGNORE).all() and length
-        return made[place], [np.zeros((side, side, 3), dtype=np.uint8)]
+    def blanks(self, has_videos: bool) -> dict[str, Row]:
+        """Return samples of one black image, or one black video, without labels, by the kinds of media that a rank has
+        not which trains on it (`ProcessorImages.blanks`). So the vision part runs on each rank, and equally often: once
+        for images, and once for videos, unless these are the same inputs of the model.
+
+        Args:
+            has_videos: whether the dataset has videos.
+        """
+        image = self.smallest([(side, side) for side in BLANK_SIDES])
+        if not has_videos:
+            return {IMAGE: image}
+        if self.processor.shares_tokens:
+            return {IMAGE + VIDEO: image}
+        lengths = itertools.product(BLANK_SIDES, BLANK_FRAMES)
+        clips = [Clip((side, side), count, 1.0, tuple(range(count))) for side, count in lengths]
+        return {IMAGE: image, VIDEO: self.smallest(clips)}
+
+    def smallest(self, shapes: Sequence[Shape]) -> Row:
+        """Return a sample without labels of that black image or video that has the fewest tokens, and its values. Those
+        that the processor cannot prepare are left out."""
+        made: list[tuple[Sample, Shape]] = []
+        for shape in shapes:
+            name, segment = "blank", Segment(self.placeholder(shape), False, image=0)
+            try:
+                made.append((self.encode([segment], [name], [shape], "a blank sample"), shape))
+            except DataError:
+                if shape is shapes[-1] and not made:
+                    raise
+        sample, shape = min(made, key=lambda own: len(own[0].input_ids))
+        assert (sample.labels == IGNORE).all() and len(sample.input_ids)
+        size, frames = (shape.size, (len(shape.numbers),)) if isinstance(shape, Clip) else (shape, ())
+        return sample, [np.zeros((*frames, *size[::-1], 3), dtype=np.uint8)]
 
 
-def split_at_images(segments: Sequence[Segment], placeholder: str) -> list[str]:
-    """Return the text of segments in pieces: the one before the first image, and for each image its placeholder with
-    the text behind it."""
-    texts = [""]
+def shown_shape(shape: Shape) -> str:
+    size = shape.size if isinstance(shape, Clip) else shape
+    return f"{f'{len(shape.numbers)} frames of ' if isinstance(shape, Clip) else ''}{size[0]} x {size[1]} pixels"
+
+
+def split_at_images(segments: Sequence[Segment], placeholders: Sequence[str]) -> list[str]:
+    """Return the text of segments in pieces: the one before the first image or video, and for each the next of the
+    placeholders with the text behind it."""
+    texts, places = [""], iter(placeholders)
     for own in segments:
         if own.image is None:
             texts[-1] += own.text
         else:
-            texts.append(placeholder)
+            texts.append(next(places))
     return texts
 
 
-def check_processor(encoder: ProcessorEncoder) -> None:
+def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None:
     """Raise ConfigError if the processor makes other token ids of a conversation than the encoder, with or without
-    images."""
-    processor, sizes = encoder.processor, [(64, 48), (48, 64)]
-    for count in range(len(sizes) + 1):
-        question = "".join(f"{IMAGE_TAG}\nWhat is it {n}? " for n in range(count)) or "Who are you?"
+    images, and with a video if the model takes videos."""
+    processor, clip = encoder.processor, Clip(SMALL_VIDEO, 9, 2.0, (0, 2, 5, 8))
+    cases: list[list[Shape]] = [[], [(64, 48)], [(64, 48), (48, 64)], *([[clip]] if has_videos else [])]
+    for shapes in cases:
+        question = "".join(f"{IMAGE_TAG}\nWhat is it {n}? " for n in range(len(shapes))) or "Who are you?"
         turns = (Turn("human", question), Turn("gpt", "A cat."), Turn("human", "Sure?"), Turn("gpt", "Yes, it is."))
-        names = tuple(f"image {n}" for n in range(count))
-        record = Record("a trial", 0, "0", names, turns, has_image_key=bool(count), sizes=tuple(sizes[:count]))
-        sample = encoder.whole(record, longest=encoder.max_length)
+        names = tuple(f"{n}.mp4" if isinstance(own, Clip) else str(n) for n, own in enumerate(shapes))
+        record = Record("a trial", 0, "0", names, turns, has_image_key=bool(names))
+        sample = replace(encoder, shape=lambda _, n, own=shapes: own[n]).whole(record, longest=encoder.max_length)
         text = sample.processor_text
         assert text is not None
         joined = "".join(text.texts)
-        black = [Image.new("RGB", size) for size in sizes[:count]]
-        ids = processor([joined], [black]).ids[0] if black else processor.tokenize(joined)
+        black = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
+        videos = [(frames_of(own, VideoNeeds.values), own) for own in shapes if isinstance(own, Clip)]
+        ids = processor([joined], [black], videos).ids[0] if shapes else processor.tokenize(joined)
         if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
             text.is_prompt or len(ids) == len(sample.input_ids)
         ):
             raise ConfigError(
                 f"{processor.folder}: its processor and its tokenizer.json make different token ids of a conversation "
-                f"with {count} images; this model cannot be trained"
+                f"with {', '.join(map(shown_shape, shapes)) or 'text alone'}; this model cannot be trained"
             )

@@ -1,19 +1,21 @@
-"""Open the chat template of a whole model, and learn what it writes for an image."""
+"""Open the chat template of a whole model, and learn what it writes for an image and for a video."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 from llava_fsdp.data.text.chat_layout import Unfit
 from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, ImageParts, is_own, read_own, unfit
+from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import ConfigError
 
 NO_VIDEO = "\ue003video\ue003"
-"""Stands for the placeholder of videos, which are not read: private-use characters, which no template writes."""
+"""Stands for the placeholder of videos if a template writes none: private-use characters, which no template writes."""
 
 
 def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return a model's own chat template, which gets images as parts of messages.
+    """Return a model's own chat template, which gets images and videos as parts of messages.
 
     Args:
         name: value of `data.template`.
@@ -29,22 +31,25 @@ def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTe
     template = replace(read_own(name, folder, tokenizer, "copy it from the model's makers"), parts=True, layouts={})
     path = template.path
     try:
-        images = ImageParts(image=learn_image(template), video=NO_VIDEO)
+        image, video = learn_placeholder(template, IMAGE), NO_VIDEO
     except Unfit as reason:
         raise ConfigError(f"data.template={name}: the chat template {path} {reason}") from reason
-    template = replace(template, images=images, layouts={})
+    with contextlib.suppress(Unfit):
+        found = learn_placeholder(template, VIDEO)
+        video = NO_VIDEO if found in image or image in found else found
+    template = replace(template, images=ImageParts(image=image, video=video), layouts={})
     if reason := unfit(template):
         raise ConfigError(f"data.template={name}: the chat template {path} {reason}")
     return template
 
 
-def learn_image(template: ChatTemplate) -> str:
-    """Return the text that a template writes for an image, without white space around it: what a second image adds to
-    the text before a question. Raise Unfit if that is nothing."""
-    (_, one), (_, two) = template.marked("hitg"), template.marked("hiitg")
+def learn_placeholder(template: ChatTemplate, kind: str) -> str:
+    """Return the text that a template writes for an image or a video, without white space around it: what a second one
+    adds to the text before a question. Raise Unfit if that is nothing."""
+    (_, one), (_, two) = template.marked(f"h{kind}tg"), template.marked(f"h{kind}{kind}tg")
     single, double = one[0], two[0]
     same = next((n for n, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
     added = double[same : len(double) - len(single) + same]
     if not added.strip() or double != single[:same] + added + single[same:]:
-        raise Unfit("does not write the images of a question one after the other")
+        raise Unfit("does not write the images or videos of a question one after the other")
     return added.strip()

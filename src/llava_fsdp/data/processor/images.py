@@ -1,9 +1,10 @@
-"""Read images for the processor of a whole model."""
+"""Read images and videos for the processor of a whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,37 +12,41 @@ import torch
 
 from llava_fsdp.config import Pixels
 from llava_fsdp.data.images.anyres import Size
-from llava_fsdp.data.images.check import ImageFile
+from llava_fsdp.data.images.check import ImageFacts, ImageFile
 from llava_fsdp.data.images.image_source import ImageSource, ReadingStatus
 from llava_fsdp.data.images.preprocess import check_size, open_image
+from llava_fsdp.data.images.video import NoFrameError, examine_video, read_frames, stacked
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.processor.frames import ProcessorFrames
 from llava_fsdp.data.processor.processor import Processor
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.clip import Clip, Shape
+from llava_fsdp.data.records.record import VIDEOS_NEED, Record, is_video
 from llava_fsdp.data.text.encode import Sample
+from llava_fsdp.runtime.errors import ImageError
 
 Positions = Callable[[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]
 """Function (token ids of a sample, int64 [length]; types of its tokens by name, int64 [length]; inputs of the vision
 part for its images) -> position ids, int64 [axes, length]."""
 
 Row = tuple[Sample, list[np.ndarray]]
-"""A sample, and its images, uint8 [height, width, 3]."""
+"""A sample, and its images, uint8 [height, width, 3], and videos, uint8 [frames, height, width, 3]."""
 
 
 @dataclass(frozen=True)
 class ProcessorImages(ImageSource):
-    """Reads the images of one dataset as RGB images, which a processor turns into inputs of the vision part."""
+    """Reads the images and videos of one dataset in RGB, which a processor turns into inputs of the vision part."""
 
     folder: Path | None
     processor: Processor
     pixels: Pixels
-    blank: Row | None = None
-    """The sample, without labels, that a micro-batch without images gets, so that the vision part runs on every rank;
-    None: no micro-batch gets one."""
+    sampling: ProcessorFrames | None = None
+    blanks: Mapping[str, Row] = field(default_factory=dict)
+    """{kinds of media, as the letters of `media_of`: the sample, without labels, that a micro-batch without any of
+    them gets}, so that the vision part runs equally often on every rank. Empty: no micro-batch gets one."""
     positions: Positions | None = None
     """None: the positions of a sample's tokens count from 0."""
     allow_links: bool = True
     status: ReadingStatus | None = field(default=None, compare=False)
-
-    sampling = None
 
     @property
     def form(self) -> str:
@@ -53,14 +58,15 @@ class ProcessorImages(ImageSource):
 
     @property
     def fingerprint(self) -> str:
-        return f"processor {self.processor.fingerprint} {self.pixels.value}"
+        return f"processor {self.processor.fingerprint} {self.pixels.value} {self.sampling}"
 
     def needs_size(self, images: int) -> bool:
         return True
 
     def has_image_facts(self, record: Record) -> bool:
-        assert record.sizes is not None
-        return all(min(size) > 0 for size in record.sizes)
+        assert record.sizes is not None and record.frames is not None
+        known = zip(record.images, record.sizes, record.frames, strict=True)
+        return all(min(size) > 0 and (count > 0 or not is_video(name)) for name, size, (count, _) in known)
 
     def count_tiles(self, record: Record, number: int, tokens: int = 0) -> int:
         return tokens
@@ -68,11 +74,61 @@ class ProcessorImages(ImageSource):
     def check_shape(self, size: Size, stored_height: int, num_images: int, what: str) -> None:
         """Do nothing: the encoder asks the processor about each size."""
 
+    def shape(self, record: Record, number: int) -> Shape:
+        """Return what the tokens of an image or a video depend on, from the index or else from the file. Raise
+        ImageError if the file cannot be read."""
+        name = record.images[number]
+        if not is_video(name):
+            return self.size(record, number)
+        read = partial(self.tiles, record, name)
+        if record.sizes is None or record.frames is None:
+            path = self.path(record, name)
+            assert isinstance(path, Path), "a video is never in the record itself"
+            return replace(self.clip(path, record.where), read=read)
+        frames, rate = record.frames[number]
+        facts = ImageFacts(*record.sizes[number], 0, frames=frames, rate=rate)
+        return replace(self.clip_of(facts, f"{record.where}: video {name}"), read=read)
+
+    def clip(self, path: Path, where: str) -> Clip:
+        """Return what the tokens of a video file depend on. Raise ImageError if it cannot be read."""
+        facts = examine_video(path, where, self.chosen(where), full=False)
+        return replace(self.clip_of(facts, f"{where}: video {path}"), read=partial(self.load, path, where))
+
+    def clip_of(self, facts: ImageFacts, what: str) -> Clip:
+        """Return what the tokens of a video depend on, given the facts about its file. Raise ImageError if the
+        processor chooses no frames."""
+        try:
+            numbers = self.chosen(what).numbers(facts.frames, facts.rate)
+        except NoFrameError as error:
+            raise ImageError(f"{what} cannot be used: {error}; take it out", Kind.image_unreadable) from error
+        return Clip(facts.size, facts.frames, facts.rate, tuple(numbers))
+
+    def chosen(self, where: str) -> ProcessorFrames:
+        """Return what selects frames; raise ImageError if no videos are read."""
+        if self.sampling is None:
+            raise ImageError(f"{where} has a video, and {VIDEOS_NEED}", Kind.media_not_read)
+        return self.sampling
+
     def tiles(self, record: Record, name: str) -> np.ndarray:
         path, sizes = self.begin_reading(record, name)
-        return self.load(path, record.where, record.num_images, sizes)
+        made = self.load(path, record.where, record.num_images, sizes)
+        if is_video(name) and record.frames is not None:
+            shape = self.shape(record, record.images.index(name))
+            assert isinstance(shape, Clip)
+            if len(made) != len(shape.numbers):
+                raise ImageError(
+                    f"{record.where}: {len(made)} frames of video {path} are used, and {len(shape.numbers)} were when "
+                    "the dataset was examined; take it from its source again, or examine the dataset again",
+                    Kind.image_unreadable,
+                )
+        return made
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
+        if isinstance(path, Path) and is_video(path):
+            what = f"{where}: video {path}"
+            frames = stacked(read_frames(path, where, self.chosen(where).numbers), what)
+            check_size((frames.shape[2], frames.shape[1]), sizes, what)
+            return frames
         image = open_image(path, where, self.pixels)
         check_size(image.size, sizes, f"{where}: image {path}")
         return np.asarray(image)

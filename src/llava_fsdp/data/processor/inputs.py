@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,10 @@ import torch
 from PIL import Image
 
 from llava_fsdp.data.processor.images import ProcessorImages, Row
-from llava_fsdp.data.processor.processor import TYPES, Processed
+from llava_fsdp.data.processor.processor import FAILURES, TYPES, Processed, as_tensor
+from llava_fsdp.data.records.clip import Clip
 from llava_fsdp.data.text.encode import ProcessorText, Sample
+from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
 from llava_fsdp.runtime.errors import DataError
 
 Types = dict[str, torch.Tensor]
@@ -30,11 +33,12 @@ class ProcessorInputs:
     reader: ProcessorImages
 
     def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
-        """Return the samples of a micro-batch, and, if the model needs it and no sample has an image, the blank one.
-        `others_show`: whether a sample of any micro-batch of the step, on whatever rank, has an image; without, no rank
-        runs the vision part, and none needs a blank sample."""
-        blank = self.reader.blank if others_show else None
-        return [*rows, blank] if blank is not None and not any(images for _, images in rows) else rows
+        """Return the samples of a micro-batch, and, if the model needs it, blank ones for the kinds of media that no
+        sample has. `others_show`: whether a sample of any micro-batch of the step, on whatever rank, has an image or a
+        video; without, no rank runs the vision part, and none needs a blank sample."""
+        present = {kind_of(own) for _, media in rows for own in media}
+        blanks = self.reader.blanks if others_show else {}
+        return [*rows, *(blank for kinds, blank in blanks.items() if present.isdisjoint(kinds))]
 
     def collate(
         self,
@@ -61,8 +65,8 @@ class ProcessorInputs:
         if not shown:
             return {}
         made = self.process(shown)
-        types = iter(made.types)
-        every = [self.types_of(sample, next(types)) if images else {} for sample, images in rows]
+        found = iter(zip(made.ids, made.types, strict=True))
+        every = [self.types_of(sample, *next(found)) if images else {} for sample, images in rows]
         names = sorted({name for own in every for name in own})
         lengths = [len(sample.input_ids) for sample, _ in rows]
         filled = [
@@ -84,27 +88,46 @@ class ProcessorInputs:
         return made
 
     def process(self, shown: list[Row]) -> Processed:
-        """Call the processor for all samples with images, and check the token ids that it makes."""
+        """Call the processor for all samples with images or videos, and check the token ids that it makes."""
+        has_videos = any(kind_of(own) == VIDEO for _, media in shown for own in media)
+        if has_videos and self.reader.processor.shares_inputs:
+            made = joined([self.call([row]) for row in shown])
+        else:
+            made = self.call(shown)
         texts = [text_of(sample) for sample, _ in shown]
-        joined = ["".join(text.texts[: len(images) + 1]) for text, (_, images) in zip(texts, shown, strict=True)]
+        for (sample, _), text, ids in zip(shown, texts, made.ids, strict=True):
+            if text.is_whole:
+                check_ids(sample, text, ids)
+            elif self.stands_for_media(ids).sum() != text.is_image.sum():
+                raise DataError(f"{text.where}: {CHANGED}")
+        return made
+
+    def call(self, shown: list[Row]) -> Processed:
+        texts = [text_of(sample) for sample, _ in shown]
+        whole = ["".join(text.texts[: len(media) + 1]) for text, (_, media) in zip(texts, shown, strict=True)]
+        images = [[Image.fromarray(own) for own in media if kind_of(own) == IMAGE] for _, media in shown]
+        videos = [
+            (as_tensor(own), shape)
+            for text, (_, media) in zip(texts, shown, strict=True)
+            for own, shape in zip(media, text.shapes, strict=False)  # truncation has cut off the last ones
+            if isinstance(shape, Clip)
+        ]
         try:
-            made = self.reader.processor(joined, [[Image.fromarray(own) for own in images] for _, images in shown])
-        except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
+            return self.reader.processor(whole, images, videos)
+        except FAILURES as error:
             raise DataError(
                 f"the model's processor cannot prepare the images of {', '.join(text.where for text in texts)} in one "
                 f"micro-batch: {' '.join(str(error).split())[:200]}"
             ) from error
-        for (sample, _), text, ids in zip(shown, texts, made.ids, strict=True):
-            if text.is_whole:
-                check_ids(sample, text, ids)
-            elif (ids == self.reader.processor.image_id).sum() != text.is_image.sum():
-                raise DataError(f"{text.where}: {CHANGED}")
-        return made
 
-    def types_of(self, sample: Sample, types: Types) -> Types:
-        """Return the types of a sample's tokens, given those of the text that the processor got (`types`). Tokens after
-        this text are of answers, which have type 0 in all processors. If the text had only the placeholders of the
-        images, image tokens get the largest type, and all others 0."""
+    def stands_for_media(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each token stands for a vision feature, bool [length]."""
+        return np.isin(ids, self.reader.processor.media_ids)
+
+    def types_of(self, sample: Sample, ids: np.ndarray, types: Types) -> Types:
+        """Return the types of a sample's tokens, given the ids and types of the text that the processor got. Tokens
+        after this text are of answers, which have type 0 in all processors. If the text had only the placeholders of
+        images and videos, their tokens get the types that they have there, and all others 0."""
         text, length = text_of(sample), len(sample.input_ids)
         filled = {name: torch.zeros(length, dtype=torch.int64) for name in types}
         for name, values in types.items():
@@ -112,28 +135,35 @@ class ProcessorInputs:
                 kept = values[:length]
                 filled[name][: len(kept)] = kept
             else:
-                filled[name][torch.from_numpy(text.is_image)] = values.max()
+                filled[name][torch.from_numpy(text.is_image)] = values[torch.from_numpy(self.stands_for_media(ids))]
         return filled
 
     def positions_of(self, rows: list[Row], types: list[Types], made: Processed) -> list[torch.Tensor]:
         """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
         (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
 
-        The rule needs sizes of images, such as `image_grid_thw`. It gets those inputs of the vision part that have one
-        entry for each image of the micro-batch, with the entries of the sample's images. Other inputs, such as patches,
-        are left out.
+        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. It gets those
+        inputs of the vision part that have one entry for each image, or video, of the micro-batch, with the entries of
+        the sample's. Other inputs, such as patches, are left out.
 
         Args:
             types: for each sample, the types of its tokens by name.
         """
-        rule, num_images, first = self.reader.positions, sum(len(images) for _, images in rows), 0
+        rule, names = self.reader.positions, self.reader.processor.image_names
         assert rule is not None
+        kinds = ["".join(map(kind_of, media)) for _, media in rows]
+        totals, first = Counter("".join(kinds)), Counter[str]()
         found = []
-        for (sample, images), sample_types in zip(rows, types, strict=True):
-            here = slice(first, first + len(images))
-            pixels = {name: values[here] for name, values in made.pixels.items() if len(values) == num_images}
-            found.append(rule(torch.from_numpy(sample.input_ids), sample_types, pixels if images else {}))
-            first += len(images)
+        for (sample, _), own, sample_types in zip(rows, kinds, types, strict=True):
+            counts = Counter(own)
+            sizes = {
+                name: values[first[kind] : first[kind] + counts[kind]]
+                for name, values in made.pixels.items()
+                for kind in (IMAGE if name in names or not totals[VIDEO] else VIDEO)
+                if counts[kind] and len(values) == totals[kind]
+            }
+            found.append(rule(torch.from_numpy(sample.input_ids), sample_types, sizes))
+            first += counts
         return found
 
 
@@ -141,6 +171,25 @@ CHANGED = (
     "the model's processor makes other tokens of it than were counted before training: its files have changed, or it "
     "prepares an image by more than its size; take the record out"
 )
+
+
+def kind_of(pixels: np.ndarray) -> str:
+    """Return the letter for an image or a video, given its values."""
+    return IMAGE if pixels.ndim == 3 else VIDEO
+
+
+def joined(parts: list[Processed]) -> Processed:
+    """Join what a processor made of single samples, as it joins them itself: inputs that have one entry for each sample
+    are padded with zeros to the size of the largest."""
+    pixels: dict[str, torch.Tensor] = {}
+    for name in sorted({name for own in parts for name in own.pixels}):
+        values = [own.pixels[name] for own in parts if name in own.pixels]
+        most = torch.tensor([own.shape[1:] for own in values]).amax(0).tolist()
+        padded = [values[0].new_zeros((len(own), *most)) for own in values]
+        for filled, own in zip(padded, values, strict=True):
+            filled[tuple(map(slice, own.shape))] = own
+        pixels[name] = torch.cat(padded)
+    return Processed([ids for own in parts for ids in own.ids], [types for own in parts for types in own.types], pixels)
 
 
 def text_of(sample: Sample) -> ProcessorText:

@@ -1,16 +1,18 @@
-"""A processor of transformers: it replaces the placeholders of images in a text by the images' tokens, and makes the
-inputs of the vision part.
+"""A processor of transformers: it replaces the placeholders of images and videos in a text by their tokens, and makes
+the inputs of the vision part.
 
 The processor of a model is the authority on both. What it does to a text is learnt by running it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.text.tokenizer import read_optional
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors, refuse_model_code
@@ -31,7 +33,21 @@ NEEDS = "pip install 'llava-fsdp[any]'"
 TYPES = "token_type_ids"
 """Ending of the names of the processor's outputs that say of each token what it stands for, such as
 `mm_token_type_ids`."""
+FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, AttributeError)
+"""Exceptions by which a processor says that it cannot prepare something."""
+SMALL_VIDEO = (224, 168)
+"""Width and height in pixels of the videos with which a processor is tried."""
+MARK = "\ue004"
+"""Stands between two placeholders in a text: a private-use character, which no processor writes."""
 TEXT_OUTPUTS = ("input_ids", "attention_mask", "labels", "offset_mapping", "text_replacement_offsets")
+
+
+class VideoNeeds(Enum):
+    """What a processor must have of a video to make its tokens."""
+
+    shape = "the number and the size of its frames"
+    values = "also values of pixels, whatever they are"
+    content = "also what the frames show"
 
 
 class Recorder:
@@ -61,7 +77,8 @@ class Processed:
     types: list[dict[str, torch.Tensor]]
     """For each text, the types of its tokens by their names, int64 [length]."""
     pixels: dict[str, torch.Tensor]
-    """The inputs of the vision part for all images together, by the processor's names; floats are float32."""
+    """The inputs of the vision part for all images and videos together, by the processor's names; floats are
+    float32."""
 
 
 @dataclass(frozen=True)
@@ -87,30 +104,85 @@ class Processor:
         return processor
 
     @cached_property
-    def image_id(self) -> int:
-        """Id of the tokens whose embeddings the model replaces by vision features."""
+    def media_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens whose embeddings the model replaces by vision features: of images, and of videos if the
+        model has an id of their own for these."""
         from transformers import AutoConfig
 
         config: Any = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        named = next((n for n in ("image_token_id", "image_token_index") if getattr(config, n, None) is not None), None)
-        if named is None:
+        image, video = (
+            next(
+                (own for end in ("id", "index") if (own := getattr(config, f"{kind}_token_{end}", None)) is not None),
+                None,
+            )
+            for kind in ("image", "video")
+        )
+        if image is None:
             raise ModelError(f"{self.folder / 'config.json'} names no image_token_id, the id of the tokens of images")
-        return getattr(config, named)
+        return (image,) if video is None else (image, video)
+
+    @property
+    def takes_videos(self) -> bool:
+        return getattr(self.opened, "video_processor", None) is not None
+
+    @cached_property
+    def image_names(self) -> frozenset[str]:
+        """The names of the inputs that images become."""
+        return frozenset(self.opened.image_processor.model_input_names)
+
+    @cached_property
+    def shares_inputs(self) -> bool:
+        """Whether images and videos become inputs of the same names, so that a call can have only one of both."""
+        return self.takes_videos and not self.image_names.isdisjoint(self.opened.video_processor.model_input_names)
+
+    @cached_property
+    def shares_tokens(self) -> bool:
+        """Whether the tokens of a video are those of images, so that a sample can have only one of both: a model could
+        not tell which are whose."""
+        clip = Clip(SMALL_VIDEO, 4, 2.0, tuple(range(4)))
+        (text,) = self.expand([self.opened.video_token], [clip])
+        return bool((self.tokenize(text) == self.media_ids[0]).any())
+
+    @cached_property
+    def needs(self) -> VideoNeeds:
+        """What the processor must have of a video to make its tokens: tried with two small videos of unlike lengths.
+        Raises one of FAILURES if it cannot prepare them together."""
+        dice, (width, height) = np.random.default_rng(0), SMALL_VIDEO
+        noise = [dice.integers(0, 256, (frames, height, width, 3), np.uint8) for frames in (4, 6)]
+        clips = [Clip(SMALL_VIDEO, len(own), 2.0, tuple(range(len(own))), lambda own=own: own) for own in noise]
+        places = [self.opened.video_token] * len(clips)
+        expected = self.expanded(places, clips, VideoNeeds.content)
+        for needs in (VideoNeeds.shape, VideoNeeds.values):
+            with contextlib.suppress(*FAILURES):
+                if self.expanded(places, clips, needs) == expected:
+                    return needs
+        return VideoNeeds.content
 
     @cached_property
     def fingerprint(self) -> str:
         """Text that changes with every setting of the processor."""
         settings = [read_optional(self.folder / name) for name in SETTINGS]
-        parts = [type(self.opened).__name__, type(self.opened.image_processor).__name__, self.image_id]
+        parts = [type(self.opened).__name__, type(self.opened.image_processor).__name__, *self.media_ids]
         return hashlib.sha256(json.dumps([*settings, *parts], sort_keys=True).encode()).hexdigest()[:32]
 
-    def expand(self, text: str, sizes: Sequence[Size]) -> str:
-        """Return the `text` of one sample with the tokens of images in the places of its placeholders, as the processor
-        writes them. `sizes`: (width, height) in pixels of each image; black images of these sizes are prepared, on
-        the assumption that the tokens depend on the sizes alone."""
-        self([text], [[Image.new("RGB", size) for size in sizes]])
+    def expand(self, placeholders: Sequence[str], shapes: Sequence[Shape]) -> list[str]:
+        """Return what the processor writes in the place of each placeholder of one sample.
+
+        Black images of the same sizes are prepared, on the assumption that the tokens depend on the sizes alone, and as
+        little of videos as `needs` says.
+
+        Args:
+            shapes: what is known of the image or video of each placeholder.
+        """
+        has_videos = any(isinstance(own, Clip) for own in shapes)
+        return self.expanded(placeholders, shapes, self.needs if has_videos else VideoNeeds.shape)
+
+    def expanded(self, placeholders: Sequence[str], shapes: Sequence[Shape], needs: VideoNeeds) -> list[str]:
+        images = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
+        videos = [(frames_of(own, needs), own) for own in shapes if isinstance(own, Clip)]
+        self([MARK.join(placeholders)], [images], videos)
         last = self.opened.tokenizer.last
-        return last if isinstance(last, str) else last[0]
+        return (last if isinstance(last, str) else last[0]).split(MARK)
 
     def tokenize(self, text: str) -> np.ndarray:
         """Return the token ids of a text without images, int64 [length]."""
@@ -123,12 +195,30 @@ class Processor:
         bos = self.opened.tokenizer.bos_token
         return bos is None or not text.startswith(bos)
 
-    def __call__(self, texts: Sequence[str], images: Sequence[Sequence[Image.Image]]) -> Processed:
-        """Prepare the texts and the images of some samples, each with at least one image. All texts get the tokenizer's
-        special tokens, or none, as `adds_special` says of the first one."""
+    def __call__(
+        self,
+        texts: Sequence[str],
+        images: Sequence[Sequence[Image.Image]],
+        videos: Sequence[tuple[torch.Tensor, Clip]] = (),
+    ) -> Processed:
+        """Prepare the texts, images and videos of some samples, each with at least one of both. All texts get the
+        tokenizer's special tokens, or none, as `adds_special` says of the first one.
+
+        Args:
+            images: the images of each sample.
+            videos: the videos of all samples, in the order of their placeholders: the used frames, uint8 [frames, 3,
+                height, width], and what is known of the file.
+        """
+        shown: dict[str, Any] = {"images": own} if (own := [list(own) for own in images if own]) else {}
+        if videos:
+            shown |= {
+                "videos": [frames for frames, _ in videos],
+                "video_metadata": [metadata_of(clip) for _, clip in videos],
+                "do_sample_frames": False,
+            }
         made = self.opened(
             text=list(texts),
-            images=[list(own) for own in images],
+            **shown,
             padding=True,
             return_tensors="pt",
             add_special_tokens=self.adds_special(texts[0]),
@@ -144,6 +234,35 @@ class Processor:
                 if name not in TEXT_OUTPUTS and not name.endswith(TYPES) and isinstance(values, torch.Tensor)
             },
         )
+
+
+def frames_of(clip: Clip, needs: VideoNeeds) -> torch.Tensor:
+    """Return the frames from which a processor makes the tokens of a video, uint8 [frames, 3, height, width]."""
+    if needs is VideoNeeds.content and clip.read is not None:
+        return as_tensor(clip.read())
+    device = "meta" if needs is VideoNeeds.shape else "cpu"
+    return torch.zeros((len(clip.numbers), 3, *clip.size[::-1]), dtype=torch.uint8, device=device)
+
+
+def as_tensor(frames: np.ndarray) -> torch.Tensor:
+    """Return the frames of a video, uint8 [frames, height, width, 3], with the channels first, as a processor gets
+    them: the last axis could be taken for channels if it were a width."""
+    return torch.from_numpy(frames).permute(0, 3, 1, 2)
+
+
+def metadata_of(clip: Clip) -> Any:
+    """Return transformers' description of a video whose used frames were chosen before. A new one for each call:
+    processors change it."""
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=clip.frames,
+        fps=clip.rate,
+        width=clip.size[0],
+        height=clip.size[1],
+        duration=clip.frames / clip.rate,
+        frames_indices=np.array(clip.numbers),  # pyright: ignore[reportArgumentType]  # as transformers' readers do
+    )
 
 
 def open_processor(folder: Path) -> Processor:
@@ -169,5 +288,5 @@ def open_processor(folder: Path) -> Processor:
             raise ModelError(
                 f"{folder}: its processor prepares no images; copy preprocessor_config.json from the model"
             )
-        _ = processor.image_id
+        _ = processor.media_ids
     return processor

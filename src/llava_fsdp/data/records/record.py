@@ -37,7 +37,10 @@ VIDEO_FORMATS = {
     ".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi",
 }  # fmt: skip
 """For each suffix by which a file is a video, PyAV's name of the format."""
-VIDEOS_NEED = "videos are only read with data.image_aspect_ratio=anyres_max (LLaVA-OneVision)"
+VIDEOS_NEED = (
+    "videos are only read with data.image_aspect_ratio=anyres_max (LLaVA-OneVision), or for a whole model whose "
+    "processor and chat template take them"
+)
 PARQUET, TAR = ".parquet", ".tar"
 LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON Lines files."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.clip import Shape
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import Segment, image_order, render
@@ -38,11 +39,13 @@ class ProcessorText:
     """The text of a sample for a processor of transformers, which puts the tokens of its images into it."""
 
     texts: tuple[str, ...]
-    """The text before the first image; then, for each image of the record, the placeholder that the processor replaces,
-    and the text behind it up to the next image."""
+    """The text before the first image or video; then, for each of the record, the placeholder that the processor
+    replaces, and the text behind it up to the next one."""
     image_spans: tuple[Stretch, ...]
-    """For each image of the sample, the range of tokens in the place of its placeholder, which may begin and end with
-    tokens that stand for text."""
+    """For each image or video of the sample, the range of tokens in the place of its placeholder, which may have tokens
+    that stand for text at its ends and, of a video, between frames."""
+    shapes: tuple[Shape, ...]
+    """For each image or video of the record, in the order of the text, what its tokens depend on."""
     is_image: np.ndarray
     """Whether the model replaces the embedding of a token by a vision feature, bool [length]."""
     is_whole: bool

@@ -29,9 +29,11 @@ def without_padding(micro: MicroBatch) -> MicroBatch:
 
 
 def mask_of(micro: MicroBatch) -> torch.Tensor:
-    """Return the attention mask of padded rows, bool [rows, length]."""
+    """Return the attention mask of padded rows, bool [rows, length]. A blank sample, whose length is given as 0, ends
+    with its last token that is not 0."""
     columns = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
-    return columns[None] < micro.sample_lengths.to(columns.device)[:, None]
+    lengths, ends = micro.sample_lengths.to(columns.device), ((micro.input_ids != 0) * (columns + 1)).amax(1)
+    return columns[None] < torch.where(lengths > 0, lengths, ends)[:, None]
 
 
 def prove_class(folder: Path, weights: Mapping[str, Stored]) -> None:
@@ -64,7 +66,7 @@ def logits_of_export(
     model = model.to(micro.input_ids.device)
     inputs = accepted_inputs(model, micro.images)
     row = row_with_images(model, micro)
-    length = int(micro.sample_lengths[row])
+    length = int(mask_of(micro)[row].sum())
     # inputs of the shape of the token ids have a value for each token; others belong to the images
     of_row = {n: v[row, :length][None] if v.shape == micro.input_ids.shape else v for n, v in inputs.items()}
     check_generates(model, micro.input_ids[row, :length][None], of_row, folder)

@@ -165,7 +165,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
         vision=vision,
         renamed_tower=None,
         history=history(run, cfg.stage.name, step, cfg.model.train),
-        video_sampling=VideoSampling(cfg.data.video_fps, cfg.data.video_frames),
+        video_sampling=VideoSampling.of_limits(cfg.data.video_fps, cfg.data.video_frames),
     )
 
 

@@ -59,6 +59,7 @@ class WholeSource:
         max_length: maximum number of tokens of a sample in training; None if it is not known.
         special_tokens: how special tokens in a text are tokenized.
         history: id of the training, stage and step that produced the model, and the parts that were trained.
+        video_fps: value of `data.video_fps` in training; `video_frames` likewise.
     """
 
     model: Architecture
@@ -66,6 +67,8 @@ class WholeSource:
     max_length: int | None
     special_tokens: SpecialTokens
     history: dict[str, Any]
+    video_fps: float | None = None
+    video_frames: int | None = None
 
     template = OWN
     """The conversation template is always the one in the folder."""
@@ -95,14 +98,18 @@ class WholeSource:
     @property
     def settings(self) -> dict[str, Any]:
         """What `llava_fsdp.json` says of the model."""
-        length = {} if self.max_length is None else {"max_length": self.max_length}
-        return {**self.history, "special_tokens": self.special_tokens.value, **length}
+        numbers = {"max_length": self.max_length, "video_fps": self.video_fps, "video_frames": self.video_frames}
+        given = {key: value for key, value in numbers.items() if value is not None}
+        return {**self.history, "special_tokens": self.special_tokens.value, **given}
 
 
 def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any]) -> WholeSource:
     """Return the description of a trained model, which may be sharded."""
     assert model.parts.whole is not None
-    return WholeSource(model, model.parts.whole, cfg.data.max_length, cfg.trained_special_tokens, history)
+    data, special_tokens = cfg.data, cfg.trained_special_tokens
+    return WholeSource(
+        model, model.parts.whole, data.max_length, special_tokens, history, data.video_fps, data.video_frames
+    )
 
 
 def write_whole_folder(

@@ -134,7 +134,7 @@ class Whole(Architecture):
             input_ids: the processor's token ids, int64 [rows, length], padded on the right. A packed row (several
                 samples one after another) is int64 [1, tokens].
             segments: the sample boundaries of a packed row; None for padded rows.
-            images: what the processor made of the images, by its own names, and in the same way:
+            images: what the processor made of images and videos, by its own names, and in the same way:
                 token types, as `mm_token_type_ids`: int64 [rows, length], where the model has them.
                 position_ids: int64 [axes, rows, length], where the model numbers image tokens by rows and columns.
             seeds: dropout seeds of the tokens, int64 [rows, length] or broadcast to it; used in training with dropout.
@@ -190,7 +190,9 @@ class Whole(Architecture):
         return self.held[0]
 
     def cast(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.compute_dtype) if value.is_floating_point() else value
+        """Return pixels in the dtype of the computation. Other inputs stay as they are, such as times of frames, a
+        number for each video: they become positions."""
+        return value.to(self.compute_dtype) if value.is_floating_point() and value.ndim > 1 else value
 
     @property
     def image_size(self) -> int:

@@ -8,25 +8,36 @@ from llava_fsdp.config import PrecisionConfig
 from llava_fsdp.data.batching.collate import image_inputs
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
+from llava_fsdp.data.processor.inputs import kind_of
 from llava_fsdp.data.text.conversation import Segment
+from llava_fsdp.data.text.message_parts import VIDEO
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.plan.memory.reached import LARGE, reached
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 
 def freeze_unused(model: Architecture, loader: Loader, precision: PrecisionConfig) -> None:
-    """Freeze the parameters of a meta-device model on which the loss of no image depends. Only models with a processor
-    are tried. Raise ConfigError if such a model cannot compute with the dtypes of its weights."""
+    """Freeze the parameters of a meta-device model on which the loss of no image or video depends. Only models with a
+    processor are tried.
+
+    Raises:
+        ConfigError: such a model cannot compute with the dtypes of its weights.
+        ModelError: its class in transformers cannot compute with an image, or with a video of a dataset with videos.
+    """
     reader, encoder = loader.steps.image_reader, loader.steps.encoder
     if not isinstance(encoder, ProcessorEncoder):
         return
-    image = Segment(encoder.placeholder, supervised=False, image=0)
+    image = Segment(encoder.placeholder(LARGE), supervised=False, image=0)
     large = encoder.encode([image], ["large"], [LARGE], "a large image"), [np.zeros((*LARGE[::-1], 3), np.uint8)]
     used: set[str] = set()
-    for sample, images in (encoder.blank(), large):
+    blanks = encoder.blanks(loader.steps.records.has_videos).values()
+    for sample, images in (*blanks, large):
         ids = sample.input_ids[None]
         given = image_inputs(reader).collate([(sample, images)], ids)
-        used |= reached(model, torch.from_numpy(ids), given, precision)
+        kind = "video" if kind_of(images[0]) == VIDEO else "image"
+        with library_errors(f"{encoder.processor.folder}: transformers' class of this model fails with a black {kind}"):
+            used |= reached(model, torch.from_numpy(ids), given, precision)
     unused = {name for name, p in model.named_parameters() if p.requires_grad} - used
     if unused:
         log().info(

@@ -28,7 +28,7 @@ from llava_fsdp.data.containers.data_files import CacheFolder, open_folder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
 from llava_fsdp.data.images.image_source import SizeRule
-from llava_fsdp.data.images.video import VideoSampling, examine_video
+from llava_fsdp.data.images.video import FrameChoice, examine_video
 from llava_fsdp.data.index.examine.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import open_column
@@ -100,7 +100,7 @@ class DatasetPass(ABC):
     """Folder of the index that a RecordStore opens."""
     size: int
     """Greatest number of records in a chunk."""
-    sampling: VideoSampling | None
+    sampling: FrameChoice | None
     """Selects the frames of a video that are used; None if videos are not read."""
     cache: CacheFolder
     """Folder for byte ranges of remote files."""

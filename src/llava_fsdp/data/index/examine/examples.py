@@ -10,6 +10,7 @@ import numpy as np
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.records.record import INLINE, Record, is_video
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.conversation import asked_turns
@@ -158,8 +159,8 @@ def show_images(
     if room <= 0:
         return Images(title, shown_file, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
     tiles = reader.tiles(record, name)
-    if tiles.ndim == 3:  # an image that a processor prepares is not cut here: [height, width, 3]
-        tiles = tiles.transpose(2, 0, 1)[None]
+    if isinstance(reader, ProcessorImages):  # an image or frames that are not cut here: [..., height, width, 3]
+        tiles = np.moveaxis(tiles if tiles.ndim == 4 else tiles[None], -1, 1)
     tiles_of_all = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
     side = next(side for most, side in SIDES.items() if tiles_of_all <= most)
     shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
