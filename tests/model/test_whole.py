@@ -313,7 +313,6 @@ def test_random_layer_dropping_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("parallel.tensor=2", "sharding=zero3"),
         ("labels=llava_v1_5", "tokens"),
         ("data.image_aspect_ratio=square", "processor"),
         ("data.template=v1", "set data.template=auto"),
@@ -329,6 +328,21 @@ def test_what_a_whole_model_cannot_do_is_one_message(key: str, reason: str) -> N
     with pytest.raises(ConfigError, match=reason) as raised:
         check_abilities(model, cfg)
     assert key.rpartition("=")[2] in str(raised.value) and "gemma3" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "granite4_vision"])
+def test_layers_are_not_divided_where_images_are_added_between_them(name: str) -> None:
+    model = build(name)
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=2: .* between its layers"):
+        check_abilities(model, configure("parallel.tensor=2"))
+    check_abilities(model, configure("parallel.context=2"))
+    check_abilities(build("qwen2_5_vl"), configure("parallel.tensor=2"))
+
+
+def test_a_loss_that_balances_experts_needs_routers() -> None:
+    build("aria", "model.balance_loss=0.1")
+    with pytest.raises(ConfigError, match=r"model\.balance_loss=0\.1"):
+        build("gemma3", "model.balance_loss=0.1")
 
 
 def test_adapters_are_in_the_blocks_of_their_part_alone() -> None:

@@ -141,9 +141,9 @@ PIXTRAL: Fields = {"model_type": "pixtral", **TOWER, "image_size": 80, "patch_si
 LLAMA, QWEN2 = {**TEXT, "model_type": "llama"}, {**TEXT, "model_type": "qwen2"}
 MISTRAL = {**TEXT, "model_type": "mistral", "sliding_window": None}
 COHERE2 = {**TEXT, "model_type": "cohere2", "sliding_window": 4096, "logit_scale": 0.25}
-EXPERTS: Fields = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS: Fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED: Fields = {
-    "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 GRIDS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]

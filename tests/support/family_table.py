@@ -136,7 +136,7 @@ FAMILIES: dict[str, Family] = {
         {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
         ("janus", {"size": SQUARE, "min_size": 4}), {"num_image_tokens": 16}, image_text="<image_placeholder>",
         adds_bos=True),
-    "aria": Family("aria", {"text_config": {**TEXT, "moe_num_experts": 5, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "aria": Family("aria", {"text_config": {**TEXT, "moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1},
         "vision_config": {"model_type": "idefics3_vision", **TOWER, "image_size": 980, "patch_size": 70},
         "projector_patch_to_query_dict": {196: 9}, **ids(image_token_index="<|img|>")}, {"image_token": "<|img|>"},
         ("aria", {"max_image_size": 980, "min_image_size": 8}), {"size_conversion": {490: 7, 980: 9}},

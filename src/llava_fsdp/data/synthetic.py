@@ -76,16 +76,16 @@ def synthetic_micro_batch(
         given: the token ids and images of a model that has no tiles.
     """
     rows = 1 if pack else len(contents.lengths)
-    ids = torch.zeros((rows, contents.tokens // rows), dtype=torch.int64)
+    ids = given["input_ids"] if given is not None else torch.zeros((rows, contents.tokens // rows), dtype=torch.int64)
     return MicroBatch(
-        input_ids=ids if given is None else given["input_ids"],
+        input_ids=ids,
         images=black_tiles(contents, shape, blends) if given is None else dict(given["images"]),
         label_positions=torch.arange(contents.labels),
         label_ids=torch.zeros(contents.labels, dtype=torch.int64),
         scale=1 / max(1, contents.labels),
-        seeds=torch.zeros((rows, contents.tokens if pack else 1), dtype=torch.int64),
+        seeds=torch.zeros((rows, ids.shape[1] if pack else 1), dtype=torch.int64),
         sample_lengths=torch.tensor(contents.lengths),
-        **(edges(contents) if pack else {}),
+        **(edges(contents, given) if pack else {}),
     )
 
 
@@ -103,7 +103,10 @@ def black_tiles(contents: Contents, shape: ModelShape, blends: bool) -> dict[str
     }
 
 
-def edges(contents: Contents) -> dict[str, Any]:
+def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, Any]:
+    """Return the boundaries of samples in a packed row."""
+    if given is not None and given["segments"] is not None:
+        return dict(zip(("position_ids", "cu_seqlens", "lengths"), given["segments"], strict=True))
     found = boundaries(contents.lengths)
     return {**found, "position_ids": found["position_ids"][:, : contents.tokens]}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -97,6 +97,9 @@ class Architecture(nn.Module, ABC):
     named_parts: Mapping[str, NamedPart]
     """The parts of the model by the beginnings of their parameters' names, in the order in which they are shown. A
     parameter belongs to the first part that its name fits (`part_name`)."""
+    attends_by_mask: ClassVar[bool] = False
+    """Whether the language model gets the boundaries of samples in its attention mask (`row_mask.py`), and the model
+    the inputs of whole rows. False: boundaries are arguments, and inputs are those of the positions that a rank has."""
     unused: frozenset[str]
     """Names of parameters on which nothing that the model computes depends."""
 

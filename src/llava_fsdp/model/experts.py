@@ -203,6 +203,16 @@ def check_widths(model: nn.Module) -> None:
                 )
 
 
+def check_routers(model: nn.Module, balance_loss: float) -> None:
+    """Raise ConfigError if a load-balance loss is to be trained (`model.balance_loss` above 0), and a meta-device
+    language model has no routers."""
+    if balance_loss and not find_routers(model):
+        raise ConfigError(
+            f"model.balance_loss={balance_loss}: {type(model).__name__} has no router that chooses experts, whose "
+            "loads this loss balances; set model.balance_loss=0"
+        )
+
+
 def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
     """Raise ConfigError if `size` ranks cannot share the experts of a meta-device language model, or if `tensor` ranks
     cannot compute its layers together."""

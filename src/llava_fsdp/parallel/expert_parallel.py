@@ -10,7 +10,7 @@ computes in experts (biases, gates, transposed weights) is computed here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -141,6 +141,10 @@ class MetaExchange(SimulatedExchange):
     def __init__(self, size: int):
         self.size = size
 
+    def route(self, sent: torch.Tensor, total: int) -> Route:
+        numbers = sent.new_empty(total)  # without values, which would depend on weights
+        return replace(super().route(sent, total), numbers=numbers)
+
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
         return sent.clone()
 
@@ -165,7 +169,7 @@ def run_shared(
     experts = chosen.flatten()
     order = experts.argsort(stable=True)  # pairs of a token and a choice by expert, and so by rank
     sent = torch.zeros(size * own, dtype=torch.int64, device=experts.device)
-    sent = sent.scatter_add_(0, experts, torch.ones_like(experts)).view(size, own)
+    sent = sent.scatter_add(0, experts, torch.ones_like(experts)).view(size, own)
     route = exchange.route(sent, len(experts))
     rows = exchange.rows(hidden[order // choices], route.send, route.receive)
     found = exchange.rows(run_own(OwnExperts(module, own), rows, route.numbers), route.receive, route.send)

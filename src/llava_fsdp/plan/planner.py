@@ -31,6 +31,7 @@ from llava_fsdp.model.packed_attention.attention import grows_with_square
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import compiling_of_settings
 from llava_fsdp.parallel.context.context_attention import plan_context
+from llava_fsdp.parallel.context.share_rows import check_rows
 from llava_fsdp.parallel.fsdp.parts import parts_of
 from llava_fsdp.parallel.fsdp.units import units_of_blocks
 from llava_fsdp.parallel.fsdp.weights import weights_of
@@ -218,6 +219,7 @@ class Planner:
             ConfigError: the model cannot be divided in this way.
         """
         check_abilities(self.model, self.cfg)
+        check_rows(self.model, self.cfg.parallel)
         experts, tensor = self.cfg.parallel.expert, self.cfg.parallel.tensor
         self.tensor = tensor
         self.plan = self.cached(("plan", tensor), lambda: tensor_plan(self.model, tensor) if tensor > 1 else {})
@@ -301,7 +303,7 @@ class Planner:
         small, large = splits[-1][0], splits[0][0]
         if self.grows_with_square or small.tokens == large.tokens:
             return []
-        if self.images is not None:  # ranks cannot divide its layers and rows, so that no layout is searched
+        if self.images is not None:  # each run of a whole model takes seconds
             return [small, large]
         sizes, times = [small], 1
         while sizes[-1].tokens < large.tokens:
@@ -555,7 +557,10 @@ class Planner:
         flops = sample_flops(self.flops, self.samples)
         # the vision part is not divided: each of the ranks that compute layers together computes it for itself
         tower = self.flops.tile * self.samples.tiles
-        of_rank = (flops - tower) / self.tensor + tower
+        shared = (
+            self.cfg.parallel.num_context if self.model.attends_by_mask else 1
+        )  # each rank of a row runs all images
+        of_rank = (flops - tower) / self.tensor + tower * shared
         recomputed = self.recomputed_flops(choice) / self.tensor
         # idle time of a pipeline, as a share of the time in which it computes: arXiv 2104.04473, section 2.2
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (idle_spread or len(micros)))

@@ -50,8 +50,9 @@ class MicroBatch:
     padded rows."""
     lengths: tuple[int, ...] = ()
     """Number of tokens of each sample of a packed row, kept on the CPU; empty with padded rows. If several ranks share
-    the row, `lengths` and `cu_seqlens` are those of the whole row, and padding counts as its last sample. The other
-    fields hold only this rank's positions."""
+    the row, `lengths` and `cu_seqlens` are those of the whole row, and padding counts as its last sample. The labels
+    are those at this rank's positions. The other fields hold only this rank's positions too, unless the model divides
+    the row itself (`TileInputs.divides`)."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros((1, 1), dtype=torch.int64))
     """Dropout seeds below 2**31, which depend only on the sample and the step: of each token of a packed row, int64 [1,
     tokens], or of each padded row, int64 [rows, 1]. Without dropout a zero, [1, 1]."""

@@ -67,7 +67,7 @@ class Collator:
     def __call__(self, rows: list[Row], facts: StepFacts, micro_batches: int, keys: SampleKeys = NO_KEYS) -> MicroBatch:
         """Return a micro-batch, as one packed row or as padded rows; without samples, one of one token and no label.
         With `cut`, samples keep all tokens and labels, but have only the image tokens and tiles that this rank needs
-        (`shown_images`).
+        (`shown_images`), unless the model divides the row itself.
 
         Args:
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
@@ -91,10 +91,13 @@ class Collator:
             padding = self.cut.padding(ids.shape[1])
             edges = boundaries((*lengths, padding) if padding else lengths)
             here = self.cut.positions(ids.shape[1] + padding)
-            edges["position_ids"] = edges["position_ids"][:, here]
             label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
-            ids, labels = padded_to(ids, padding, 0)[:, here], padded_to(labels, padding, IGNORE)[:, here]
-            token_seeds = padded_to(token_seeds, padding, 0)[:, here] if drops else token_seeds
+            ids, labels = padded_to(ids, padding, 0), padded_to(labels, padding, IGNORE)[:, here]
+            token_seeds = padded_to(token_seeds, padding, 0) if drops else token_seeds
+            if self.images.divides:
+                edges["position_ids"] = edges["position_ids"][:, here]
+                ids = ids[:, here]
+                token_seeds = token_seeds[:, here] if drops else token_seeds
         label_positions = np.flatnonzero(labels != IGNORE)
         images = self.images.collate(rows, ids, keys.seeds, keys.tile_numbers)
         ids[ids == IMAGE_ID] = 0

@@ -105,7 +105,8 @@ class Steps(Dataset):
         # a pipeline may need more micro-batches than the sampler, or loss.normalize=micro_batch, allows to fill
         micro_batches = [*micro_batches, *[[]] * (self.round_micro_batches(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:
-            micros = [self.prepare_part(micro, facts, total) for micro in micro_batches]
+            prepare = self.prepare_part if self.collate.images.divides else self.prepare_shared
+            micros = [prepare(micro, facts, total) for micro in micro_batches]
             return Step(facts, micros)
         self.records.fetch_ahead({n for micro in micro_batches for n in micro})
         read = {n: self.read(n) for micro in micro_batches for n in dict.fromkeys(micro)}
@@ -173,6 +174,32 @@ class Steps(Dataset):
         kept = numbers if self.bad_records is BadRecords.skip else []
         keys = replace(self.keys_of(facts.step, numbers), records=kept, tile_numbers=tile_numbers)
         return self.collate(rows, facts, micro_batches, keys)
+
+    def prepare_shared(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
+        """Read and collate a row that several ranks process together, for a model that divides it itself: every rank
+        reads all of its images. An image that cannot be read is treated as in `prepare_part`, because another rank of
+        the row may be able to read it."""
+        self.records.fetch_ahead(set(numbers))
+        rows = [self.read_or_black(number, facts) for number in numbers]
+        kept = numbers if self.bad is BadRecords.skip else []
+        keys = replace(self.keys_of(facts.step, numbers), records=kept)
+        return self.collate(rows, facts, micro_batches, keys)
+
+    def read_or_black(self, number: int, facts: StepFacts) -> Row:
+        """Read and encode a record. In the place of an image that cannot be read, return a black one of its size, and
+        add the sample to `facts.skipped`."""
+        record = self.parse(number)
+        sample, images = self.encode(record, number), []
+        for n in range(len(sample.images)):
+            try:
+                images.append(self.tiles(record, number, sample.place(n)))
+            except DataError as error:
+                if is_video(record.images[sample.place(n)]):  # the number of its black frames is not known here
+                    raise
+                facts.skipped.append(self.skipped(number, error))
+                width, height = self.image_reader.size(record, sample.place(n))
+                images.append(np.zeros((height, width, 3), dtype=np.uint8))
+        return sample, images
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
         """Return the index of the data source of each record, int64 [records]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ class TileInputs:
     """Makes the image inputs of a model whose images are square tiles."""
 
     image_reader: ImageReader
+    divides: ClassVar[bool] = True
+    """Whether a rank that has some positions of a row gets the ids and images of these alone; False: of the whole row,
+    and the model divides it when the embeddings are made."""
 
     def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
         """Return the samples of a micro-batch unchanged: the model runs its vision part without images, too."""

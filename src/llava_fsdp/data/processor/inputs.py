@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class ProcessorInputs:
     """Makes the image inputs of a model that has a processor."""
 
     reader: ProcessorImages
+    divides: ClassVar[bool] = False
+    """As in `TileInputs`."""
 
     def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
         """Return the samples of a micro-batch, and, if the model needs it, blank ones for the kinds of media that no
@@ -212,7 +215,8 @@ def lay_out(values: Sequence[torch.Tensor], ids: np.ndarray) -> torch.Tensor:
     [..., rows, length], zero at padding."""
     made = values[0].new_zeros((*values[0].shape[:-1], *ids.shape))
     if len(ids) == 1:
-        made[..., 0, :] = torch.cat(list(values), dim=-1)
+        row = torch.cat(list(values), dim=-1)
+        made[..., 0, : row.shape[-1]] = row
         return made
     for row, own in enumerate(values):
         made[..., row, : own.shape[-1]] = own

@@ -13,7 +13,7 @@ from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Architecture, ImageInputs, NamedPart
 from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.experts import find_routers
+from llava_fsdp.model.experts import check_routers
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts, make_projector, own_loss
 from llava_fsdp.model.llava.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
@@ -334,11 +334,7 @@ def build_llava(
             refuse_packing(packing_refused(parts.language))
     for part in (parts.language, parts.vision):
         refuse_layerdrop(part)
-    if cfg.balance_loss and not find_routers(model.language_model):
-        raise ConfigError(
-            f"model.balance_loss={cfg.balance_loss}: {type(model.language_model).__name__} has no router that chooses "
-            "experts, whose loads this loss balances; set model.balance_loss=0"
-        )
+    check_routers(model.language_model, cfg.balance_loss)
     linears = linear_layers(model, Part.language)
     if cfg.lora.enabled:
         with torch.device("meta"):

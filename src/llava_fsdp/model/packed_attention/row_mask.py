@@ -102,6 +102,14 @@ class RowMask:
     """This rank's chunks of the row, if several ranks share it."""
 
 
+def has_boundaries(mask: Any) -> bool:
+    """Return whether the attention mask with which a language model is called has the boundaries of the samples in a
+    packed row. It is a mask, or one for each kind of layer, by name."""
+    if isinstance(mask, dict):
+        return any(map(has_boundaries, mask.values()))
+    return isinstance(mask, BoundaryMask | RowMask) and mask.boundaries is not None
+
+
 def make_row_mask(
     *,
     mask_function: Callable[..., Any],

@@ -3,10 +3,12 @@ projector. No name of a kind of model is needed."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -153,6 +155,13 @@ def decoder_of(base: PreTrainedModel) -> nn.Module:
     """Return what transformers calls the decoder of a model, without an output layer of its own."""
     decoder: Any = base.get_decoder()
     return decoder.get_submodule(BASE) if decoder.get_output_embeddings() is not None else decoder
+
+
+def other_inputs(language: nn.Module) -> list[str]:
+    """Return the names of the inputs that a language model takes and that of a Llama does not, such as features of
+    images that it adds between its blocks (DeepStack)."""
+    known = inspect.signature(transformers.LlamaModel.forward).parameters
+    return [name for name in inspect.signature(language.forward).parameters if name not in known]
 
 
 def lists_in(module: nn.Module) -> Iterator[nn.ModuleList]:

@@ -16,6 +16,7 @@ from llava_fsdp.model.adapters.lora import add_adapters, linear_layers, trained_
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Ability, Architecture, ImageInputs, NamedPart, Positions, part_name
 from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
+from llava_fsdp.model.experts import check_routers, check_widths
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer
 from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
@@ -33,7 +34,7 @@ from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.packs import packs
 from llava_fsdp.model.whole.patches import multiply_patches
 from llava_fsdp.model.whole.positions import positions_of
-from llava_fsdp.model.whole.structure import base_of, find_structure, is_inside, name_modules
+from llava_fsdp.model.whole.structure import base_of, find_structure, is_inside, name_modules, other_inputs
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TYPES = "token_type_ids"
@@ -45,8 +46,6 @@ RANKS, OWN, UNTRIED = (
 )
 REFUSED = {
     Ability.pipeline: RANKS,
-    Ability.tensor: RANKS,
-    Ability.context: "ranks cannot divide its rows among them",
     Ability.labels: "its processor makes the tokens; set labels=exact",
     Ability.aspect_ratio: f"{OWN}; set it to pad, the default",
     Ability.image_delimiters: f"{OWN}; set it to false",
@@ -54,6 +53,10 @@ REFUSED = {
     Ability.pixels: "its processor gets the pixels of the image file; set data.pixels=exact",
 }
 """What contradicts a value other than the default, by the key; for other keys that are refused it is UNTRIED."""
+SUPPORTED = (
+    Ability.quantization, Ability.compilation, Ability.experts, Ability.balance, Ability.tensor, Ability.context,
+)  # fmt: skip
+"""Keys whose values other than the default are supported."""
 
 
 class Whole(Architecture):
@@ -61,6 +64,8 @@ class Whole(Architecture):
 
     Its processor makes the inputs. So there are no tiles, and no code for a single kind of model.
     """
+
+    attends_by_mask = True
 
     def __init__(
         self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
@@ -304,10 +309,18 @@ class Whole(Architecture):
 
     def why_not(self, ability: Ability) -> str | None:
         """Return the reason why the model cannot do what a key asks; None if it can."""
-        if ability is Ability.quantization:
-            return None
         assert self.parts.class_config is not None
-        kind = self.parts.class_config.model_type
+        kind, others = self.parts.class_config.model_type, other_inputs(self.language)
+        if ability is Ability.tensor and others:
+            return (
+                f"the language model of a {kind} gets {' and '.join(others)}, which it adds between its layers, where "
+                "each rank has some of the positions"
+            )
+        # features of images can be divided if a mask says whose they are
+        if ability is Ability.context and others and not any("mask" in name for name in others):
+            return f"the language model of a {kind} gets {' and '.join(others)}, which cannot be divided among ranks"
+        if ability in SUPPORTED:
+            return None
         return f"a {kind} is trained as its class in transformers has it, and {REFUSED.get(ability, UNTRIED)}"
 
     def freeze(self) -> None:
@@ -375,6 +388,8 @@ def build_whole(
         refuse_layerdrop(config)
     with torch.device("meta"):
         model = Whole(parts, cfg, compute_dtype, kernel, label_loss)
+        check_widths(model.language)
+        check_routers(model.language, cfg.balance_loss)
         linears = linear_layers(model, Part.language)
         if cfg.lora.enabled:
             if cfg.lora.dropout and Part.vision in cfg.adapted:

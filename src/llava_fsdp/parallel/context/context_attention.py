@@ -67,7 +67,7 @@ def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: 
     if how is ContextHow.ulysses and not divides:
         raise ConfigError(
             f"parallel.context_how=ulysses gives each rank some of the {heads} attention heads, and "
-            f"parallel.context={size} does not divide them; set parallel.context_how=gather"
+            f"parallel.context={size} does not divide them; choose a divisor, or parallel.context_how=gather"
         )
     reason = "as configured"
     if how is ContextHow.auto:
@@ -126,7 +126,7 @@ class Ulysses:
         if form.sinks is not None:
             form = replace(form, sinks=form.sinks.chunk(self.size)[self.index])
         query, key, value = (self.to_heads(part) for part in (query, key, value))
-        return self.to_positions(self.attend(module, query, key, value, PackedRow(row.queries, form)))
+        return self.to_positions(self.attend(module, query, key, value, replace(row, form=form)))
 
     def to_heads(self, part: torch.Tensor) -> torch.Tensor:
         """[1, heads, own positions, width] -> [1, own heads, positions, width]"""

@@ -2,11 +2,14 @@
 
 from transformers import PretrainedConfig
 
+from llava_fsdp.config import ContextHow, ParallelConfig
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.context.context import exchange_in, gather_in
 from llava_fsdp.parallel.context.context_attention import ContextPlan, plan_context, share_attention
+from llava_fsdp.parallel.context.divide_inputs import share_whole_rows
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 
 
@@ -23,6 +26,19 @@ def context_of(layout: RankLayout, rank: int, language: PretrainedConfig) -> Con
     return plan_context(parallel.context_how, language, parallel.num_context, index, parallel.tensor)
 
 
+def check_rows(model: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if ranks cannot share the rows of a model."""
+    if parallel.num_context == 1:
+        return
+    plan = plan_context(parallel.context_how, model.language_config, parallel.num_context, 0, parallel.tensor)
+    if plan.how is ContextHow.gather and model.attends_by_mask:
+        raise ConfigError(
+            f"parallel.context={parallel.context}: a {type(model.language).__name__} needs "
+            "parallel.context_how=ulysses, by which ranks share its "
+            f"{model.language_config.num_attention_heads} heads; set parallel.context to a divisor of them"
+        )
+
+
 def share_rows(model: Architecture, parallelism: Parallelism) -> None:
     """Let the ranks of a row share its attention in the language model. Do nothing if rows are not shared."""
     mesh = parallelism.meshes.context
@@ -34,4 +50,6 @@ def share_rows(model: Architecture, parallelism: Parallelism) -> None:
         ranks, how = context.cut.size, context.how.value
         log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
     group = mesh.get_group("context")
+    if model.attends_by_mask:
+        return share_whole_rows(model, model.kernel, context, exchange_in(group))
     share_attention(model.language, model.kernel, context, exchange_in(group), gather_in(group))

@@ -118,7 +118,8 @@ class Positions:
         return awaited(whole.to_local()), awaited(whole.to_local(grad_placements=[Partial()]))
 
     def note_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.length = kwargs["position_ids"].shape[-1]
+        positions = kwargs.get("position_ids")  # None in models that give their blocks rotary embeddings alone
+        self.length = kwargs["position_embeddings"][0].shape[-2] if positions is None else positions.shape[-1]
 
     def take_own(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_hidden(args, kwargs, self.own(hidden_of(args, kwargs)))

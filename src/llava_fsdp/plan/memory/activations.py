@@ -27,6 +27,7 @@ from llava_fsdp.model.packed_attention.packs import NothingPacked, packing_refus
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.context.context_attention import plan_context, share_attention
+from llava_fsdp.parallel.context.divide_inputs import share_whole_rows
 from llava_fsdp.parallel.expert_parallel import share_experts_on_meta
 from llava_fsdp.parallel.fsdp.units import block_names
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
@@ -182,6 +183,8 @@ def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, pa
     size = cfg.parallel.num_context
     plan = plan_context(cfg.parallel.context_how, model.language_config, size, part, cfg.parallel.tensor)
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
+    if model.attends_by_mask:
+        return share_whole_rows(model, kernel, plan, torch.clone, name)
     share_attention(model.language, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
 

@@ -160,12 +160,15 @@ class BlankImages:
     def input_bytes(self, micro: MicroBatchSizes) -> int:
         """Return the bytes of the inputs of a micro-batch: pixels, and for each token its id, its place in its sample
         and its number on each of three axes, int64, whether or not the model has these axes."""
-        count, size = self.images_of(micro.image_tokens)
-        return count * self.work(size).nbytes + 8 * (5 * micro.tokens + 2 * micro.labels)
+        row = micro.whole_rows
+        count, size = self.images_of(row.image_tokens)
+        return count * self.work(size).nbytes + 8 * (5 * row.tokens + 2 * micro.labels)
 
     def inputs_of(self, micro: MicroBatchSizes, packed: bool) -> ForwardInputs:
-        """Make the arguments of the model's forward pass. Those from which shapes follow are on the CPU, with values:
-        pixels, token ids with those of images first, and boundaries of samples. The others are on the meta device."""
+        """Make the arguments of the model's forward pass, which gets whole rows. Those from which shapes follow are on
+        the CPU, with values: pixels, token ids with those of images first, and boundaries of samples. The others are on
+        the meta device."""
+        micro = micro.whole_rows
         count, size = self.images_of(micro.image_tokens)
         each = self.work(size).tokens
         rows, length = micro.rows, micro.length

@@ -1,8 +1,10 @@
 """The sizes of the micro-batches that a rank runs in a step, as the planner needs them."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -25,6 +27,11 @@ class MicroBatchSizes:
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def whole_rows(self) -> MicroBatchSizes:
+        """The sizes of the rows that this rank processes together with others, and the labels of its part."""
+        return replace(self, length=self.length * self.context, image_tokens=self.image_tokens * self.context)
 
 
 class MicroBatches(tuple[MicroBatchSizes, ...]):

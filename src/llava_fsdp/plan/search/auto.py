@@ -17,6 +17,7 @@ from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     Config,
+    ContextHow,
     ParallelConfig,
     PipelineSchedule,
     Strategy,
@@ -45,13 +46,16 @@ GB = 1e9
 
 def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
     """Replace `pack=auto` by true, or by false if this model cannot keep the samples apart that are packed into one
-    row. Also return, if it became false, the reason in one line. `compile=auto` becomes false for whole models.
+    row. Also return, if it became false, the reason in one line. For whole models, `compile=auto` becomes false, and
+    `parallel.context_how=auto` becomes `ulysses` where ranks share rows.
 
     Raises:
         ConfigError: rows must be padded, but another key is set that only works with packed rows.
     """
     if parts.class_config is not None and cfg.compile == AUTO:
         cfg = replace(cfg, compile=False)
+    if parts.class_config is not None and cfg.parallel.context != 1 and cfg.parallel.context_how is ContextHow.auto:
+        cfg = replace(cfg, parallel=replace(cfg.parallel, context_how=ContextHow.ulysses))
     if cfg.pack != AUTO:
         return cfg, None
     refused = why_not_packed(parts)

@@ -17,6 +17,7 @@ from llava_fsdp.model.packed_attention.packs import check_lengths
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.quantization import check_quantizer
 from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.parallel.context.share_rows import check_rows
 from llava_fsdp.parallel.pipeline.stages import check_can_be_divided
 from llava_fsdp.parallel.precision.fp8 import check_fp8
 from llava_fsdp.parallel.precision.int8_mixed import check_int8_mixed
@@ -44,6 +45,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts =
     model.check_trained_blocks()
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
+    check_rows(model, cfg.parallel)
     check_shared_experts(model.language, cfg.parallel.expert, cfg.parallel.tensor)
     if cfg.parallel.pipeline > 1:
         check_can_be_divided(model, cfg.parallel.num_stages)
