@@ -181,7 +181,7 @@ class Steps(Dataset):
         the row may be able to read it."""
         self.records.fetch_ahead(set(numbers))
         rows = [self.read_or_black(number, facts) for number in numbers]
-        kept = numbers if self.bad is BadRecords.skip else []
+        kept = numbers if self.bad_records is BadRecords.skip else []
         keys = replace(self.keys_of(facts.step, numbers), records=kept)
         return self.collate(rows, facts, micro_batches, keys)
 
@@ -196,7 +196,7 @@ class Steps(Dataset):
             except DataError as error:
                 if is_video(record.images[sample.place(n)]):  # the number of its black frames is not known here
                     raise
-                facts.skipped.append(self.skipped(number, error))
+                facts.skipped.append(self.skip_or_raise(number, error))
                 width, height = self.image_reader.size(record, sample.place(n))
                 images.append(np.zeros((height, width, 3), dtype=np.uint8))
         return sample, images
