@@ -75,7 +75,7 @@ def test_ranks_that_divide_a_model_train_as_a_plain_loop_does(
 ) -> None:
     cfg = settings(whole(name), "full", tmp_path, *layout)
     losses, weights = pools[size].run(trained_on_a_rank, cfg, timeout=600)[0]
-    assert_equal(losses, weights, runs(name)[1], " ".join(layout))
+    assert_equal(losses, weights, runs(name)[1])
 
 
 WAYS = {
@@ -96,7 +96,7 @@ def test_a_stopped_run_continues_in_another_layout_and_is_exported(
     for layout in ([*first, "max_steps=2"], [*second, *exported]):
         train_on(2, settings(whole(name), "full", tmp_path, *layout), pools, timeout=600)
     found, expected = trained(tmp_path), runs(name)[1]
-    assert_equal(found.losses, found.weights, expected, name)
+    assert_equal(found.losses, found.weights, expected)
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", dtype=torch.float32)
     weights = {name: own for name, own in model.named_parameters() if name in expected.weights}
     assert difference(weights, expected.weights, expected.without_gradient) < TOLERANCE
