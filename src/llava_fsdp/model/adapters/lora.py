@@ -48,6 +48,7 @@ class Tower(Protocol):
     parts: Any
     probe: Any
     kernel: Any
+    attention: str
     language_model: Any
     vision_tower: Any
     training: bool

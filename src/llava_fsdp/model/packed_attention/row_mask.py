@@ -157,7 +157,8 @@ def make_row_mask(
 
 def evaluated(rule: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
     """Return the mask of a rule, bool [rows or 1, 1, queries, keys]. `given`: other arguments of `sdpa_mask`."""
-    mask = sdpa_mask(**given | {"allow_is_causal_skip": False}, mask_function=rule)
+    arguments: dict[str, Any] = given | {"allow_is_causal_skip": False, "mask_function": rule}
+    mask = sdpa_mask(**arguments)
     assert mask is not None
     return mask
 

@@ -1,7 +1,11 @@
 """The first layer of vision towers that get their images in patches."""
 
+from typing import cast
+
 import torch
 from torch import nn
+
+Size = tuple[int, int, int]
 
 
 class PatchConv3d(nn.Conv3d):
@@ -20,8 +24,7 @@ def multiply_patches(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Conv3d or module.groups != 1 or any(module.padding) or {*module.dilation} != {1}:
             continue
-        own = PatchConv3d(
-            module.in_channels, module.out_channels, module.kernel_size, module.stride, bias=module.bias is not None
-        )
+        size, stride = (cast(Size, tuple(sides)) for sides in (module.kernel_size, module.stride))
+        own = PatchConv3d(module.in_channels, module.out_channels, size, stride, bias=module.bias is not None)
         own.weight, own.bias = module.weight, module.bias
         model.set_submodule(name, own)
