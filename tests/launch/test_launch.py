@@ -271,7 +271,7 @@ def test_the_tests_of_whole_models_alone_in_their_own_environment(machine: Machi
     assert done.returncode == 0, done.stderr
     assert "--no-deps" in machine.noted("pip")[-1] and "torchvision==0.28.0" in machine.noted("pip")[-1]
     assert machine.noted("pytest") == [
-        "pytest: -m pytest -n 2 --durations=20 --dist loadfile --no-loadscope-reorder tests/any -x"
+        "pytest: -m pytest -n 2 --durations=20 --dist loadgroup --no-loadscope-reorder tests/any -x"
     ]
 
 

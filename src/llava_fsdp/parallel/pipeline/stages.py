@@ -21,6 +21,7 @@ from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.flops import Flops, count_flops, matrix_weights
+from llava_fsdp.model.packed_attention.row_mask import attention_arguments
 from llava_fsdp.runtime.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
@@ -141,11 +142,12 @@ def check_can_be_divided(model: Architecture, stages: int) -> None:
     if next(skeleton.parameters(), None) is not None:
         raise refusal
     hidden = torch.linspace(-1, 1, 3 * model.language_config.hidden_size).view(1, 3, -1)
+    arguments = attention_arguments(hidden, None, model.attention)
     # the memo makes the copies write into the same list `calls`
     on_cpu: nn.Module = copy.deepcopy(skeleton, {id(calls): calls}).to_empty(device="cpu")
     try:
         with torch.no_grad():
-            output = on_cpu(inputs_embeds=hidden).last_hidden_state
+            output = on_cpu(inputs_embeds=hidden, **arguments).last_hidden_state
     except Exception as error:  # whatever a model does with a block that is not one of its own
         raise refusal from error
     in_order = calls[: len(stack)] == expected and sorted(calls[len(stack) :]) == sorted(names.others)

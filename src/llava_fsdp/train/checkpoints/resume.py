@@ -19,6 +19,7 @@ from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_tog
 from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.config.command_line.tree import dotted
+from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.model.adapters.base_config import check_base_config
 from llava_fsdp.model.adapters.lora_files import adapter_folders, is_adapter_folder
@@ -334,6 +335,9 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     # tokens has changed
     equivalents = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
     equal_keys = {key for key, values in equivalents.items() if values & {then.get(key), now.get(key)}}
+    # what null stands for in a LLaVA-OneVision; of other models the same fingerprint shows it
+    nulls = {"data.video_fps": VideoSampling.fps, "data.video_frames": VideoSampling.frames}
+    then, now = ({key: nulls.get(key) if value is None else value for key, value in own.items()} for own in (then, now))
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
