@@ -413,7 +413,7 @@ def test_what_is_drawn_repeats_with_a_seed(
 def test_an_answer_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where it comes in pieces, each of them written at once."""
     pieces = iter(["a", "\x1b", "[2J", "\r", "\tb\n", "\x9b1mé🙂"])
-    talk = SimpleNamespace(assistant=SimpleNamespace(device="cpu"), ask=lambda *_: pieces, was_cut=False)
+    talk = SimpleNamespace(assistant=SimpleNamespace(device="cpu"), ask=lambda *_: pieces, was_cut=False, thought=None)
     chat.Terminal(talk, configured()).answer("what is it")
     assert capsys.readouterr().out == "a\\u001b[2J\\u000d\tb\n\\u009b1mé🙂\n"
 
@@ -423,7 +423,9 @@ def test_an_answer_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str])
     [(["", " "], "(the answer has no text)"), (["yes"], "(cut at max_new_tokens=512, or at the most that the model")],
 )
 def test_an_empty_answer_is_told(answer: list[str], told: str, caplog: pytest.LogCaptureFixture) -> None:
-    talk = SimpleNamespace(assistant=SimpleNamespace(device="cpu"), ask=lambda *_: iter(answer), was_cut=True)
+    talk = SimpleNamespace(
+        assistant=SimpleNamespace(device="cpu"), ask=lambda *_: iter(answer), was_cut=True, thought=None
+    )
     with caplog.at_level("INFO", "llava_fsdp"):
         chat.Terminal(talk, configured()).answer("what is it")  # pyright: ignore[reportArgumentType]
     [line] = caplog.messages

@@ -32,6 +32,7 @@ from llava_fsdp.config import (
     PrepareConfig,
     PrepareKeys,
     ScalerConfig,
+    ShownThoughts,
     Source,
     SourceConfig,
     SpecialTokens,
@@ -153,7 +154,7 @@ def configuration(name: str) -> Any:
         case "chat":
             return ChatConfig(
                 model=model, image=None, question=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=None,
-                serve=False, host="", port=1, max_upload_mb=1, max_images=1,
+                serve=False, host="", port=1, max_upload_mb=1, max_images=1, thoughts=ShownThoughts.hide,
             )  # fmt: skip
     assert name == "evaluate"
     return EvaluateConfig(

@@ -42,13 +42,14 @@ from llava_fsdp.data.index.record_store import (
     join_positions,
 )
 from llava_fsdp.data.index.statistics import describe_lengths
-from llava_fsdp.data.index.token_pass import EncodeRecords
+from llava_fsdp.data.index.token_pass import FIRST_TURN, LAST_TURN, LOSSES_COLUMN, ROW_COUNTS, TAUGHT, EncodeRecords
 from llava_fsdp.data.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.parquet import ParquetRows, check_types
 from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
 from llava_fsdp.data.text.constants import IGNORE
-from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample
+from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.templates import ALIASES, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, any_of, open_tokenizer
 from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError, ModelError
@@ -87,7 +88,7 @@ def test_what_other_maximum_lengths_would_cost(tokenizer: Tokenizer) -> None:
     assert whole is not None
     length = len(whole.input_ids)
     for make in (lambda n: exact(tokenizer, n, TooLong.truncate), lambda n: original(tokenizer, n)):
-        made = make(length - 2).measure(RECORD, [length - 5, length - 1, length, length + 1])
+        (made,) = make(length - 2).measure(RECORD, [length - 5, length - 1, length, length + 1])
         assert sorted(made.at) == [length - 5, length - 2, length - 1]
         assert len(made.whole.input_ids) == length and not made.whole.positions_cut
         assert len(made.sample.input_ids) == length - 2
@@ -121,7 +122,7 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
         encoder,
         ImageReader(None, CLIP, ImageTokens(AspectRatio.pad, CLIP.size, 4), Pixels.exact),
     )
-    made = encoder.measure(RECORD, [6])
+    (made,) = encoder.measure(RECORD, [6])
     assert task.count_losses(made)[0, 3] == 1
     unlabelled = dataclasses.replace(made.whole, labels=np.full_like(made.whole.labels, IGNORE))
     assert task.count_losses(dataclasses.replace(made, whole=unlabelled))[0, 3] == 0
@@ -193,7 +194,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
 def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
     """A run that continues knows of two, and may have been given a lower limit meanwhile."""
     data = SimpleNamespace(bad_records=BadRecords.skip, max_bad_records="3", budget=lambda records: 3)
-    records = SimpleNamespace(index=range(10), num_wrong=1)
+    records = SimpleNamespace(index=range(10), num_wrong=1, number_in_index=lambda number: number)
     own = loader.Loader.__new__(loader.Loader)
     own.gather, own.broken, own.data = list, {4, 5}, data  # pyright: ignore[reportAttributeAccessIssue]
     own.steps = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
@@ -289,7 +290,7 @@ def test_sources_and_passes_are_shuffled_apart() -> None:
 
 
 def test_which_problems_are_trained_on() -> None:
-    always = {Kind.duplicate_id, Kind.special_token, Kind.unlearnt_answer}
+    always = {Kind.duplicate_id, Kind.special_token}
     like_original = {Kind.media_not_read, Kind.empty_answer, Kind.tag_without_image, Kind.no_labels}
     for labels in Parity:
         for too_long in TooLong:
@@ -309,6 +310,7 @@ def test_what_is_left_out_for_its_length_is_not_wrong() -> None:
         records.index = FakeIndex(flags)
         records.dropped_kinds = [kind for kind in Kind if not is_kept(kind, Parity.exact, too_long)]
         records.counts, records.num_wrong, records.num_too_long = dict.fromkeys(Kind, 0), 0, 0
+        records.num_records = 0
         count, numbers = records._count(), np.concatenate(list(records._choose())).tolist()
         found[too_long] = numbers, records.num_wrong, records.num_too_long
         assert count == len(numbers)
@@ -322,6 +324,7 @@ class FakeIndex:
 
     def __init__(self, flags: np.ndarray):
         self.flags = flags
+        self.first_row = None
 
     def __len__(self) -> int:
         return len(self.flags)
@@ -345,9 +348,14 @@ def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.M
     columns = {name: dice.integers(0, 3, 11).astype(np.int32) for name in names}
     sources = [SourceFile("a", "a.json", None), SourceFile("b", "b.json", "images")]
     store = SimpleNamespace(sources=sources, source_bounds=[0, 9, 13])
-    records: Any = SimpleNamespace(index=SimpleNamespace(store=store), source_counts=[7, 4], **columns)
+    taught = np.arange(2 * len(TAUGHT)).reshape(2, -1)
+    index = SimpleNamespace(store=store, taught=taught)
+    records: Any = SimpleNamespace(
+        index=index, source_counts=[7, 4], count_records=lambda begin, end: end - begin, **columns
+    )
     found = statistics.count_sources(records)
-    assert [(own.records, own.left_out) for own in found] == [(9, 2), (4, 0)]
+    assert [(own.records, own.left_out, own.samples) for own in found] == [(9, 2, 7), (4, 0, 4)]
+    assert [list(own.taught.values()) for own in found] == taught.tolist()
     for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
         sums = [own.tokens, own.label_tokens, own.pictures, own.tiles, own.image_tokens]
         assert sums == [int(values[part].sum()) for values in columns.values()]
@@ -364,7 +372,7 @@ def test_flags_come_a_block_at_a_time(count: int, tmp_path: Path, monkeypatch: p
         folder.mkdir()
         np.save(folder / "flags.npy", (np.arange(count, dtype=np.uint32) % 2) << shift)
     texts: Any = range(count)
-    found = list(Index(tmp_path, texts, *folders, [], np.zeros(0)).blocks())
+    found = list(Index(tmp_path, texts, *folders, [], np.zeros(0), np.zeros(0)).blocks())
     assert [begin for begin, _ in found] == list(range(0, count, 3))
     assert [flag for _, flags in found for flag in flags.tolist()] == [7 * (n % 2) for n in range(count)]
 
@@ -381,18 +389,23 @@ def test_percentiles_of_lengths(block: int, tmp_path: Path, monkeypatch: pytest.
     assert [bar["records"] for bar in found["histogram"]] == [4, *[5] * 19, 1]
 
 
-def test_what_maximum_lengths_cost_is_added_up_for_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_maximum_lengths_cost_is_added_up_for_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the chunks of all its files, and over all sources."""
     chunks = {Path(name): np.arange(8) + 10 * n for n, name in enumerate("abc")}
-    monkeypatch.setattr(build, "column", lambda path, name: chunks[path])
+    learnt = np.zeros(len(TAUGHT), dtype=np.int64)
+    monkeypatch.setattr(build, "column", lambda path, name: chunks[path] if name == LOSSES_COLUMN else learnt)
+    for name in (ROW_COUNTS, FIRST_TURN, LAST_TURN):
+        np.save(tmp_path / f"{name}.npy", np.ones(8, dtype=np.int32))
     sources = [SimpleNamespace(name=name) for name in ("x", "y")]
     parts = {0: SimpleNamespace(source=0), 5: SimpleNamespace(source=1), 7: SimpleNamespace(source=1)}
     task: Any = SimpleNamespace(
         limits=[512, 1024], store=SimpleNamespace(sources=sources, part=parts.__getitem__), file_begins=[0, 5, 7]
     )
-    facts = build.encoded_facts(task, list(chunks), Path())
+    facts = build.encoded_facts(task, list(chunks), tmp_path)
     second = [[30 + 2 * n for n in range(4)], [38 + 2 * n for n in range(4)]]
-    assert facts == {"limits": [512, 1024], "losses": [[[0, 1, 2, 3], [4, 5, 6, 7]], second]}
+    losses = [[[0, 1, 2, 3], [4, 5, 6, 7]], second]
+    assert facts == {"limits": [512, 1024], "losses": losses, "taught": [learnt.tolist()] * 2}
+    assert not list(tmp_path.iterdir()), "columns of several samples"
     index: Any = SimpleNamespace(store=task.store, limits=facts["limits"], losses=np.array(facts["losses"]))
     for row, own in enumerate(statistics.describe_losses(index)):
         found = {name: list(values.values()) for name, values in own["sources"].items()}

@@ -24,7 +24,7 @@ from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.synthetic import Contents, fullest, micro_batches_of, synthetic_micro_batch, synthetic_step
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.encode import Sample
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
@@ -118,6 +118,13 @@ def test_a_question_of_validation_is_the_first_one() -> None:
         ask(wrong, encoder, reader, cfg)
 
 
+class EachAlone(list[int]):
+    """Records of one sample each, which are their numbers."""
+
+    def is_first(self, number: int) -> bool:
+        return True
+
+
 def questions_of(cfg: Any, length: int, monkeypatch: pytest.MonkeyPatch, most: int = 100) -> list[int]:
     """Numbers of the records that are asked about, of two sources with 4 and 6 records in steps of three, when the
     question of each has so many tokens."""
@@ -125,7 +132,7 @@ def questions_of(cfg: Any, length: int, monkeypatch: pytest.MonkeyPatch, most: i
         validation_set, "ask",
         lambda number, *_: SimpleNamespace(record=number, sample=SimpleNamespace(input_ids=range(length))),
     )  # fmt: skip
-    loader: Any = SimpleNamespace(steps=SimpleNamespace(records=range(10), encoder=None, image_reader=None))
+    loader: Any = SimpleNamespace(steps=SimpleNamespace(records=EachAlone(range(10)), encoder=None, image_reader=None))
     sampler = validation_set.held_out_sampler([4, 6], None, 3)
     return [own.record for own in validation_set.choose_questions(loader, sampler, cfg, most)]  # type: ignore[misc]
 

@@ -10,15 +10,23 @@ from small import write_json
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+NO_LAYOUT = {
+    "deepseek_r1_distill", "deepseekv3", "glm4moe", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super",
+    "nemotron_3_ultra",
+}  # fmt: skip
+"""Templates that TRL ships and whose plain conversations have no layout by default: the prompt of an answer is not what
+is written before it, or nothing ends the last answer. Their answers are taught one by one."""
+ONLY_THOUGHTS = {"deepseek_r1_distill", "deepseekv3"}
+"""Templates whose prompts always open a thought, so that only answers with one can be taught."""
+SEVERAL = {"gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
+"""Templates with which conversations of several exchanges have no layout: once others follow, an answer is written in
+another way than a model writes it. Their answers are taught one by one, too."""
 REFUSED = {
     "deepseek_r1_distill", "deepseekv3", "glm4moe", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super",
     "nemotron_3_ultra",
 }  # fmt: skip
-"""Templates that TRL ships and that cannot be trained with: the prompt of an answer is not what is written before it,
-or nothing ends the last answer."""
-ONE_EXCHANGE = {"gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
-"""Templates with which conversations of several exchanges cannot be trained: once others follow, an answer is written
-in another way than a model writes it."""
+"""Templates that TRL ships and whose answers are taught one by one: the prompt of an answer is not what is written
+before it, or nothing ends the last answer."""
 CORPUS = "the circle is red, how many? user assistant system größe 中文 12 34\n\n  a b\n"
 SPECIAL = re.compile(
     r"<\|[\w/]+\|?>|<\uff5c[^\uff5c]+\uff5c>|<\w+\|>|</?s>|<(?:start|end)_of_(?:turn|utterance|image)>|\[gMASK\]|<sop>"

@@ -126,7 +126,8 @@ def test_an_unfit_chat_template_of_a_whole_model_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a line in the log; asked for by its name, it is refused, and so is one that is missing."""
-    write_tokenizer(published()["glm4moe"], tmp_path)
+    code = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}"
+    write_tokenizer(code + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", tmp_path)
     parts = parts_of("llama", tmp_path, whole=True, tiles=True)
     with caplog.at_level(logging.INFO, "llava_fsdp"):
         assert with_template(config_of(["data.template=auto"]), parts).data.template == "v1"

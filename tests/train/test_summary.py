@@ -138,13 +138,15 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
     assert summary.describe_saves(last, None) == "at the end; validates never"
 
     class Kept(list):
-        num_wrong, num_too_long, index = 3, 2, SimpleNamespace(examined=None)
+        num_wrong, num_too_long, num_records, index = 3, 2, 1234, SimpleNamespace(examined=None)
 
     records: Any = Kept(range(1234))
     assert summary.describe_data(cfg, records) == ("a.json: 1,234 records, 3 skipped as wrong, 2 skipped as too long")
     records.num_wrong = records.num_too_long = 0
     records.index = SimpleNamespace(examined=SimpleNamespace(summary="all images are there"))
     assert summary.describe_data(cfg, records) == "a.json: 1,234 records; all images are there"
+    records.num_records = 1000
+    assert summary.describe_data(cfg, records) == "a.json: 1,000 records, 1,234 samples; all images are there"
 
 
 @pytest.mark.parametrize(

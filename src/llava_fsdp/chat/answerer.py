@@ -12,6 +12,7 @@ import torch
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
+from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
@@ -46,6 +47,10 @@ class Answerer(Protocol):
     device: torch.device
     max_tokens: int
     """Greatest number of tokens of a conversation with its answer."""
+    cut_thoughts: int
+    """Number of answers of `answers` that ended within a thought, at the maximum number of tokens."""
+    text: AnswerText | None
+    """The answer that `stream` generates, or has generated last."""
     image_process: ImageProcess | None
     """Reads images in another process, with limits on time and memory; None: they are read in this one."""
 

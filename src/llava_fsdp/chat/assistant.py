@@ -18,12 +18,14 @@ from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn, count_images, is_video
+from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, prompt
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.encode import encode_prompt
-from llava_fsdp.data.text.jinja_template import open_template
+from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.message_parts import media_of
+from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
@@ -94,7 +96,11 @@ class Assistant:
         self.image_process = ImageProcess(self.reader) if limited_images else None
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.language_config.vocab_size)
-        self.template = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
+        form = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
+        teaching = source.teaching
+        if isinstance(form, ChatTemplate) and teaching is not None:
+            form = teaching.asking(form)
+        self.template = form
         self.model: Architecture = load_copy(
             shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
         )
@@ -106,6 +112,8 @@ class Assistant:
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)
         self._numbers = itertools.count()
+        self.cut_thoughts = 0
+        self.text: AnswerText | None = None
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
@@ -141,6 +149,7 @@ class Assistant:
                 break
         for text in texts:
             text.close()
+        self.cut_thoughts += sum(text.is_thought_cut for text in texts)
         return [text.text for text in texts]
 
     @torch.inference_mode()
@@ -160,7 +169,7 @@ class Assistant:
         """
         tokens, images = self.encode_question(turns, images, "the conversation")
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - len(tokens)))
-        text = self.new_text()
+        text = self.text = self.new_text()
         prefix = with_image_numbers(tokens, images)
         try:
             cache, common = self.prefix.reuse(self.model, prefix)
@@ -226,7 +235,11 @@ class Assistant:
         """
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
-        text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images), where, media)
+        form, start_end = self.template, self.model.cfg.image_start_end
+        if isinstance(form, ChatTemplate):
+            text = ask_segments(turns, AnswerWriter(form, DEFAULT, self.special_tokens, start_end), media, where)
+        else:
+            text = prompt(list(turns), form, start_end, bool(images), where, media)
         lengths = [len(image.rows) for image in images]
         ids = encode_prompt(text, self.tokenizer, lengths, self.special_tokens, self.template.adds_bos)
         if len(ids) >= self.max_tokens:
@@ -262,7 +275,7 @@ class Assistant:
 
     def new_text(self) -> AnswerText:
         """Return an empty answer, to which the tokens that the model generates are added."""
-        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin)
+        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin, self.template.thought)
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:

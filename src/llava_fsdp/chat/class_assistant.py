@@ -25,7 +25,8 @@ from llava_fsdp.data.processor.images import ProcessorImages, Row
 from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import Turn, is_video
-from llava_fsdp.data.text.conversation import image_order, prompt
+from llava_fsdp.data.text.answer_segments import ask_segments
+from llava_fsdp.data.text.conversation import image_order
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
@@ -75,7 +76,8 @@ class ClassAssistant:
         self.template_name = source.template
         self.max_tokens: int = language.max_position_embeddings
         self.tokenizer: Tokenizer = open_tokenizer(folder, language.vocab_size)
-        self.template = open_image_template(source.template, folder, self.tokenizer)
+        form, teaching = open_image_template(source.template, folder, self.tokenizer), source.teaching
+        self.template = form if teaching is None else teaching.asking(form)
         processor = open_processor(folder)
         frames = open_frames(self.template, processor, source.video_fps, source.video_frames)
         self.reader = ProcessorImages(None, processor, Pixels.exact, frames)
@@ -85,6 +87,8 @@ class ClassAssistant:
         )  # fmt: skip
         check_processor(self.encoder, has_videos=frames is not None)
         self.image_process = ImageProcess(self.reader) if limited_images else None
+        self.cut_thoughts = 0
+        self.text: AnswerText | None = None
         self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, (folder, opened.folder))
         self.model: Architecture = load_copy(
             shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
@@ -115,6 +119,7 @@ class ClassAssistant:
         self.generate(rows, Sampling(min(max_new_tokens, self.max_tokens - longest)), push)
         for text in texts:
             text.close()
+        self.cut_thoughts += sum(text.is_thought_cut for text in texts)
         return [text.text for text in texts]
 
     def stream(
@@ -213,7 +218,7 @@ class ClassAssistant:
         """
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
-        segments = prompt(list(turns), self.template, False, bool(images), where, media)
+        segments = ask_segments(turns, self.encoder.writer, media, where)
         shapes = [
             replace(own.shape, read=lambda own=own: own.pixels) if isinstance(own.shape, Clip) else own.shape
             for own in images
@@ -225,4 +230,4 @@ class ClassAssistant:
 
     def new_text(self) -> AnswerText:
         """Return an empty answer, to which the tokens that the model generates are added."""
-        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin)
+        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin, self.template.thought)

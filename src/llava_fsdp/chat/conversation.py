@@ -72,7 +72,7 @@ class Conversation:
                 piece = next(stream)
                 answer += piece
                 # a tag that the model writes stands for no image
-                self.turns = [*turns, Turn("gpt", answer.replace(IMAGE_TAG, ""))]
+                self.turns = [*turns, Turn("gpt", answer.replace(IMAGE_TAG, ""), thought=self.thought)]
                 self.images, self.next_images = images, []
                 yield piece
         except StopIteration as end:
@@ -82,6 +82,12 @@ class Conversation:
         except BaseException:
             self.turns, self.images, self.next_images = state_before
             raise
+
+    @property
+    def thought(self) -> str | None:
+        """The thought before the last answer, as soon as it has ended; None without one."""
+        text = self.assistant.text
+        return text.thought or None if text is not None else None
 
     def with_tags(self, text: str) -> str:
         """Return the question with one image tag (`<image>`) for each image that was added since the last question. If

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.chat.open_assistant import open_assistant
-from llava_fsdp.config import ChatConfig
+from llava_fsdp.config import ChatConfig, ShownThoughts
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.terminal_text import shown_name, shown_text
 
+THOUGHT = "(thought)"
 HELP = """\
 /image FILE   show an image with the next question
 /undo         take back the last question and its answer
@@ -65,6 +66,7 @@ class Terminal:
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+        self.shows_thoughts = cfg.thoughts is ShownThoughts.show
 
     def run(self) -> None:
         """Answer the lines that the user types, until the end of the input or /quit. An error in a line is logged."""
@@ -83,9 +85,11 @@ class Terminal:
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
         """Print the model's answer to a question while it is generated; stop when `stopped` is set meanwhile."""
-        pieces, text = self.conversation.ask(question, self.sampling), ""
+        pieces, text, thought = self.conversation.ask(question, self.sampling), "", None
         for piece in pieces:
             text += piece
+            if thought is None and (thought := self.conversation.thought) is not None and self.shows_thoughts:
+                print(f"{THOUGHT} {shown_text(thought)}", end="\n\n", flush=True)
             print(shown_text(piece), end="", flush=True)
             if stopped is not None and stopped.is_set():
                 pieces.close()

@@ -12,6 +12,7 @@ from llava_fsdp.config.keys.enums import (
     FolderFormat,
     Format,
     KeptDType,
+    ShownThoughts,
     SweepMetric,
     Task,
 )
@@ -203,6 +204,9 @@ class ChatConfig:
     temperature above 0."""
     seed: int | None
     """Seed of sampling; null: a different seed every time."""
+    thoughts: ShownThoughts
+    """Whether the terminal shows the thought before an answer, if the model was taught thoughts. It is no part of the
+    answer."""
     serve: bool
     """Whether to serve a web page for the browser instead of a conversation in the terminal."""
     host: str

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from llava_fsdp.config.bounds import AUTO
 from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
+    Answers,
     AspectRatio,
     Attention,
     DType,
@@ -23,6 +24,7 @@ from llava_fsdp.config.keys.enums import (
     Source,
     SpecialTokens,
     Strategy,
+    Thoughts,
     TooLong,
 )
 from llava_fsdp.config.keys.train import TrainingKeys
@@ -256,6 +258,11 @@ def check_original(cfg: TrainingKeys) -> None:
         raise ConfigError(
             f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
             f"{cfg.data.too_long.value} needs labels=exact"
+        )
+    if cfg.labels is Parity.llava_v1_5 and (cfg.data.answers is not Answers.all or cfg.data.thoughts is Thoughts.drop):
+        raise ConfigError(
+            f"data.answers={cfg.data.answers.value}, data.thoughts={cfg.data.thoughts.value}: labels=llava_v1_5 learns "
+            "every answer as it is written; set labels=exact, or data.answers=all and data.thoughts=refuse"
         )
     if cfg.labels is Parity.llava_v1_5 and cfg.data.special_tokens is SpecialTokens.text:
         raise ConfigError(

@@ -37,6 +37,7 @@ from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
@@ -167,11 +168,19 @@ def open_processor_encoding(
         )
     processor = open_processor(folder)
     tokenizer = open_tokenizer(folder, shape.vocab_size)
-    template = open_image_template(cfg.data.template, folder, tokenizer)
+    teaching = Teaching.of_config(cfg.data)
+    template = teaching.template(open_image_template(cfg.data.template, folder, tokenizer))
     frames = open_frames(template, processor, cfg.data.video_fps, cfg.data.video_frames)
     reader = ProcessorImages(images, processor, cfg.data.pixels, frames, {}, shape.positions, cfg.data.allow_links)
     encoder = ProcessorEncoder(
-        tokenizer, template, processor, reader.shape, cfg.data.max_length, cfg.data.too_long, cfg.trained_special_tokens
+        tokenizer,
+        template,
+        processor,
+        reader.shape,
+        cfg.data.max_length,
+        cfg.data.too_long,
+        cfg.trained_special_tokens,
+        teaching,
     )
     check_processor(encoder, has_videos=frames is not None)
     return encoder, reader
@@ -204,9 +213,11 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
                 "trained with it have it: set it to false"
             )
     if cfg.labels is Parity.exact:
+        teaching = Teaching.of_config(cfg.data)
+        form = teaching.template(form) if isinstance(form, ChatTemplate) else form
         return ExactEncoder(
             tokenizer, form, image_reader.image_rows, cfg.data.max_length, cfg.data.too_long, start_end,
-            cfg.trained_special_tokens,
+            cfg.trained_special_tokens, teaching,
         )  # fmt: skip
     if isinstance(form, ChatTemplate):
         raise ConfigError(f"labels=llava_v1_5 knows LLaVA's templates, and data.template={cfg.data.template}; set v1")
@@ -285,7 +296,7 @@ class Loader:
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()
-        """Numbers of the records that any rank could not read during training."""
+        """Numbers of the samples that any rank could not read during training."""
         self.device = device
         status = steps.image_reader.status
         self.status = status if isinstance(status, WorkerStatus) else WorkerStatus()
@@ -332,7 +343,8 @@ class Loader:
         self.broken |= new
         records = self.steps.records
         total = len(records.index)
-        wrong, budget = records.num_wrong + len(self.broken), self.data.budget(total)
+        num_broken = len({records.number_in_index(own) for own in self.broken})
+        wrong, budget = records.num_wrong + num_broken, self.data.budget(total)
         if new and wrong > budget:
             raise DataError(
                 f"{wrong} of {total} records are wrong, more than the {budget} of data.max_bad_records="

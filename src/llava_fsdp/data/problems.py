@@ -32,7 +32,6 @@ class Kind(StrEnum):
     no_labels = "no_labels"
     too_long = "too_long"
     key_not_obeyed = "key_not_obeyed"
-    unlearnt_answer = "unlearnt_answer"
 
 
 class Kept(Enum):
@@ -59,7 +58,9 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.media_not_read: Problem(
         "it names video, audio or images in a key or a tag that is not read", Kept.like_original
     ),
-    Kind.wrong_roles: Problem("human and gpt do not take turns, or a system turn is not the first", Kept.no),
+    Kind.wrong_roles: Problem(
+        "human and gpt do not take turns, a call has no result, or a system turn is not the first", Kept.no
+    ),
     Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
     Kind.chat_template: Problem("the model's own chat template refuses it, or changes what its turns say", Kept.no),
     Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
@@ -81,12 +82,9 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.no_labels: Problem("no label: masked, or cut before the first answer", Kept.like_original),
     Kind.too_long: Problem("longer than data.max_length", Kept.truncated),
     Kind.key_not_obeyed: Problem(
-        "a key says what is learnt, and cannot be obeyed: a weight between 0 and 1, thoughts, a rejected answer",
+        "a key says what is learnt, and cannot be obeyed: a weight between 0 and 1, a thought with "
+        "data.thoughts=refuse, a rejected answer",
         Kept.no,
-    ),
-    Kind.unlearnt_answer: Problem(
-        "an earlier answer has no labels, as the model's own chat template or tokenizer writes it in another way later",
-        Kept.yes,
     ),
 }
 

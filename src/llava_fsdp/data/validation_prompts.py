@@ -19,10 +19,13 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.records.clip import Clip
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
+from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import image_order, opening_question, opening_turns, prompt
-from llava_fsdp.data.text.encode import Encoder, Sample, encode_prompt
+from llava_fsdp.data.text.conversation import first_answer, image_order, opening_question, opening_turns, prompt
+from llava_fsdp.data.text.encode import Encoder, encode_prompt
+from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.message_parts import media_of
+from llava_fsdp.data.text.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class HeldOutQuestion:
     """The sizes for which the tokens of the images were counted; None if they are not from an index."""
     source: int = 0
     """Index of the record's data source."""
+    thought: tuple[str, str] = ("", "")
+    """The texts around the thought that the model is asked to begin with; empty without one (`AnswerText`)."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,24 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
         ImageError: the size of an image, needed with anyres, cannot be read.
     """
+    form = encoder.template
+    if isinstance(form, ChatTemplate):
+        record = encoder.teaching.record(record, form.features)
     _, text, num_images, answer = opening_question(record)
-    form, names = encoder.template, record.images[:num_images]
-    segments = prompt(
-        opening_turns(record), form, cfg.model.image_start_end, num_images > 0, record.where, media_of(names)
+    names, media, start_end = (
+        record.images[:num_images],
+        media_of(record.images[:num_images]),
+        cfg.model.image_start_end,
     )
+    thought = "", ""
+    if isinstance(form, ChatTemplate):
+        if first_answer(record).thought is not None:
+            form = encoder.teaching.asking(form)
+            thought = form.thought
+        writer = AnswerWriter(form, encoder.teaching, cfg.trained_special_tokens, start_end)
+        segments = ask_segments(opening_turns(record), writer, media, record.where, record.tools)
+    else:
+        segments = prompt(opening_turns(record), form, start_end, num_images > 0, record.where, media)
     order, sizes, frames = image_order(segments, num_images), record.sizes, record.frames
     if sizes is not None and frames is not None:
         sizes, frames = sizes[:num_images], frames[:num_images]
@@ -75,7 +93,8 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
         sample = encoder.encode(segments, names, shapes, record.where)
         files = tuple(reader.checked_path(record, name) for name in sample.images)
         own = [shape.size if isinstance(shape, Clip) else shape for shape in shapes]
-        return HeldOutQuestion(record.where, question, answer, sample, files, tuple(own[n] for n in order), source)
+        sizes = tuple(own[n] for n in order)
+        return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source, thought)
     assert isinstance(reader, ImageReader)
     image_rows = [reader.image_rows(shown, number) for number in range(num_images)]
     lengths = [len(rows) for rows in image_rows]
@@ -84,7 +103,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
     sizes = None if sizes is None else tuple(sizes[n] for n in order)
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     files = tuple(reader.checked_path(record, name) for name in names)
-    return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source)
+    return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source, thought)
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:

@@ -144,7 +144,8 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
     """
     numbers: dict[int, list[int]] = {}
     for source, samples in sampler.steps:
-        numbers.setdefault(source, []).extend(samples)
+        first = [number for number in samples if loader.steps.records.is_first(number)]
+        numbers.setdefault(source, []).extend(first)
     shares = spread_over_sources([len(records) for records in numbers.values()], cfg.val.answers)
     places = [
         (source, records[place])

@@ -30,6 +30,7 @@ from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
+from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.prove.verify_logits import Adapted
 from llava_fsdp.export.write.adapter_folder import check_fingerprint
@@ -292,6 +293,7 @@ def describe_model(
         history=history_in(notes),
         video_fps=notes.get("video_fps"),
         video_frames=notes.get("video_frames"),
+        teaching=Teaching.of_text(notes.get("teaching")),
     )
 
 
@@ -319,6 +321,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         renamed_tower=cfg.vision,
         history=history_in(notes),
         video_sampling=VideoSampling.of_limits(notes.get("video_fps"), notes.get("video_frames")),
+        teaching=Teaching.of_text(notes.get("teaching")),
     )
 
 

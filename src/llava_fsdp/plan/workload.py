@@ -83,7 +83,8 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     Raises:
         KeyError, TypeError, ValueError: the report has another structure.
     """
-    kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
+    bars, sources = report["lengths"]["histogram"], report["sources"]
+    kept = report.get("samples", report["kept"])  # in reports of older versions every record is one sample
     sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
     counts: list[int | None] = [
         None if any(source.get(name) is None for source in sources) else sum(source[name] for source in sources)

@@ -27,6 +27,9 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
     """Return the page as HTML. `report` is the content of report.json."""
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
+    split = sum(own["taught"].get("split", 0) for own in report["sources"])
+    if split:
+        counts = f"{report['samples']:,} samples (the template rewrites earlier turns of {split:,} records) of {counts}"
     counts += f"{out['too_long']:,} as too long."
     if report["examined"] is not None:
         counts += f" {report['examined']['summary'].capitalize()}."
@@ -34,6 +37,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
         heading("dataset", "Dataset", counts),
         section("Settings", table(["setting", "value"], report["settings"].items())),
         section("Sources", *sources(report)),
+        section("What is learnt", *taught(report)),
         section("Lengths", *lengths(report["lengths"])),
         section("What a maximum length costs", *truncation(report)),
         section("Problems", *problems(report)),
@@ -69,6 +73,20 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
         remark = f", of which {FOLDED:,} are shown; all are in report.json" if len(files) > len(lines) else ""
         yield f"<details><summary>The other {len(files) - WORST:,} files{remark}</summary>\n"
         yield table([text or "" for text in names], lines[WORST:]) + "</details>\n"
+
+
+def taught(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of what is learnt of each source."""
+    names = {
+        "answers": "answers", "proven": "with a prompt proven equal", "split": "records of several samples",
+        "thought": "labels of thoughts", "calls": "of calls", "text": "of texts", "repeated": "tokens read repeatedly",
+    }  # fmt: skip
+    rows = [[own["name"], *(own["taught"].get(key, 0) for key in names)] for own in report["sources"]]
+    yield table(["source", *names.values()], rows)
+    yield (
+        "<p class=note>A prompt is proven equal if the tokens before the answer are those that the model's own chat "
+        "template shows the model when it answers there.</p>\n"
+    )
 
 
 def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:

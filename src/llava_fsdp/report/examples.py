@@ -19,6 +19,10 @@ EXPLANATION = (
 )
 
 
+COLOURS = {"thought": "#8a63d2", "calls": "#d97706", "text": "#2563eb"}
+"""{part of an answer: colour of the line beside it}."""
+
+
 @dataclass(frozen=True)
 class Text:
     """Consecutive text tokens of a sample. The loss is computed on all of them (they are labels), or on none."""
@@ -30,6 +34,8 @@ class Text:
     """Number of tokens."""
     pieces: list[tuple[str, bool]]
     """For each token: its text, and whether it is a special token."""
+    kind: str = "other"
+    """What part of an answer it is: thought, calls or text, each shown in a colour of its own; or other."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,9 @@ def part_body(part: Text | Images | Gap) -> str:
             counts = f"<strong>{tokens} with labels</strong>" if part.has_labels else f"{tokens}, no labels"
             head = block_head(part.role or "text", counts)
             kind, tag = ("part labels", "mark") if part.has_labels else ("part", "span")
-            return f"<div class='{kind}'>{head}<{tag} class=text>{text}</{tag}></div>\n"
+            colour = COLOURS.get(part.kind)
+            style = "" if colour is None else f" style='border-left: 4px solid {colour}'"
+            return f"<div class='{kind}'{style}>{head}<{tag} class=text>{text}</{tag}></div>\n"
 
 
 def block_head(title: str, counts: str) -> str:

@@ -23,7 +23,8 @@ from torch.utils.data import _utils
 from llava_fsdp.data.batching.workers import StartWorker, WorkerStatus
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records.record import Record
-from llava_fsdp.data.text.encode import Encoder, Sample
+from llava_fsdp.data.text.encode import Encoder
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.runtime.errors import WorkerError
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.setup.build_state import build_state
@@ -44,10 +45,10 @@ class Trapped:
         self.trap = trap
         self.at = at
 
-    def __call__(self, record: Record) -> Sample | None:
+    def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample | None:
         if record.id == self.at:
             self.trap()
-        return self.encoder(record)
+        return self.encoder(record, turns)
 
 
 def trapped(parts: Path, dataset: Path, trap: Callable[[], None], *overrides: str) -> tuple[Loader, str]:

@@ -42,7 +42,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_kind_is_planted() -> None:
-    elsewhere = {"images_unset", "chat_template", "unlearnt_answer"}  # the last two need a chat template (data/text)
+    elsewhere = {"images_unset", "chat_template"}  # the last one needs a chat template (data/text)
     assert {kind for kind, _ in [*FAULTS, *LINES_ONLY]} | elsewhere == set(Kind) == set(PROBLEMS)
 
 

@@ -284,7 +284,9 @@ def records_of(numbers: list[int] | None, content: str = "a") -> Any:
     """Records of three sources of 4, 1 and 3, of which these are kept."""
     records: Any = object.__new__(Records)
     records.numbers = None if numbers is None else np.array(numbers, dtype=np.int64)
-    records.index = SimpleNamespace(store=SimpleNamespace(source_bounds=[0, 4, 5, 8], fingerprint=content))
+    records.index = SimpleNamespace(
+        store=SimpleNamespace(source_bounds=[0, 4, 5, 8], fingerprint=content), first_row=None
+    )
     return records
 
 

@@ -29,7 +29,7 @@ from llava_fsdp.data.index.examine.examine_passes import (
 )
 from llava_fsdp.data.index.find_files import is_in_index, is_records
 from llava_fsdp.data.index.record_store import NumberedFile, RecordStore, SourceFile, sources_of
-from llava_fsdp.data.index.token_pass import tell_if_cut, tell_special_token
+from llava_fsdp.data.index.token_pass import tell_if_cut, tell_special_token, tell_unlabelled
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
@@ -440,7 +440,7 @@ def test_what_is_remarked() -> None:
     ("cut", "labels", "whole", "kinds", "said"),
     [
         (0, 3, 3, [], ""), (2, 3, 5, [Kind.too_long], "is 12 positions long, over data.max_length=10"),
-        (2, 0, 5, [Kind.too_long, Kind.no_labels], "all are beyond data.max_length=10"),
+        (2, 0, 5, [Kind.no_labels], "all are beyond data.max_length=10"),
         (0, 0, 0, [Kind.no_labels], "no answer of it is supervised"),
     ],
 )  # fmt: skip
@@ -450,7 +450,14 @@ def test_what_is_said_of_a_cut(cut: int, labels: int, whole: int, kinds: list[Ki
         sample=SimpleNamespace(positions_cut=cut, num_labels=labels),
         whole=SimpleNamespace(input_ids=range(10 + cut), num_labels=whole),
     )
-    tell_if_cut(RECORD, made, 10, lambda kind, reason: found.append((kind, reason)))
+
+    def tell(kind: Kind, reason: str) -> None:
+        found.append((kind, reason))
+
+    if labels:
+        tell_if_cut(RECORD, made, 10, tell)
+    else:
+        tell_unlabelled(RECORD, [made], 10, tell)
     assert [kind for kind, _ in found] == kinds and said in (found[-1][1] if found else "")
 
 

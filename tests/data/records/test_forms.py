@@ -27,7 +27,7 @@ from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.forms import FORMS, GIVEN_AS, RecordKeys, RecordReader, parse_record
-from llava_fsdp.data.records.record import INLINE, LOCATION, Record, Turn
+from llava_fsdp.data.records.record import INLINE, LOCATION, Call, Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.evaluate.check_images import check_images
@@ -318,13 +318,6 @@ REFUSED: dict[str, tuple[object, Kind, str]] = {
     "an image in an image": (part(type="image", image={"image": {"image": "a"}}), Kind.bad_form, "part 1"),
     "an image as a list": (part(type="image", image=["a.png"]), Kind.bad_form, "part 1"),
     "an image as a number": (part(type="image_url", image_url={"url": 7}), Kind.bad_form, "part 1"),
-    "a tool": ({"messages": [{"role": "tool", "content": "a"}]}, Kind.wrong_roles, "from tool"),
-    "a tool in ShareGPT": ({"conversations": [{"from": "observation", "value": "a"}]}, Kind.wrong_roles, "observation"),
-    "a call": (
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
-        Kind.wrong_roles, "has tool_calls",
-    ),
-    "tools": ({**user("a"), "tools": [{"type": "function"}]}, Kind.wrong_roles, "tools"),
     "texts text": ({"texts": "a"}, Kind.bad_form, 'texts is "a"'),
     "texts of text": ({"texts": ["a"]}, Kind.bad_form, "texts, entry 0"),
     "texts without an answer": ({"texts": [{"user": "a"}]}, Kind.bad_form, "texts, entry 0"),
@@ -464,7 +457,8 @@ def test_tables_that_are_no_records(case: str, tmp_path: Path) -> None:
 
 
 def test_rows_with_images_and_calls_of_tools(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """FineVision's rows have images themselves; a call of a tool is refused as in JSON."""
+    """FineVision's rows have images themselves. Calls are read as in JSON, but for arguments that are a struct, whose
+    missing fields are nulls."""
     data = [base64.b64decode(FILES[name]) for name in IMAGE[:3]]
     texts = [{"user": "a", "assistant": "b"}]
     rows = [{"texts": texts, "images": [{"bytes": own, "path": None} for own in data[:n]]} for n in (1, 3, 0)]
@@ -472,11 +466,20 @@ def test_rows_with_images_and_calls_of_tools(parts: Path, dataset: Path, tmp_pat
     assert [len(records[n].images) for n in range(3)] == [1, 3, 0] and records[0].folder is None
     found = [check.read_file(inline_images(records[1])[name], "") for name in records[1].images]
     assert found == data and records[1].turns[0].text == "<image>\n<image>\n<image>\na"
-    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None}, called]}]
-    with pytest.raises(DataError) as caught:
-        RecordFile(write(tmp_path / "b.parquet", rows))[0]
-    assert caught.value.kind == Kind.wrong_roles and "tool_calls" in str(caught.value)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    turns = [{"role": "user", "content": "a", "tool_calls": None, "tool_call_id": None},
+             {"role": "assistant", "content": None, "tool_calls": [call], "tool_call_id": None},
+             {"role": "tool", "content": "b", "tool_calls": None, "tool_call_id": "c"},
+             {"role": "assistant", "content": "c", "tool_calls": None, "tool_call_id": None}]  # fmt: skip
+    found = RecordFile(write(tmp_path / "b.parquet", [{"messages": turns}]))[0]
+    assert [(turn.role, turn.text, turn.calls) for turn in found.turns] == [
+        ("human", "a", ()), ("gpt", "", (Call("f", {"a": [1]}, "c"),)), ("tool", "b", (Call("f", {"a": [1]}, "c"),)),
+        ("gpt", "c", ()),
+    ]  # fmt: skip
+    call["function"]["arguments"] = {"a": 1}
+    with pytest.raises(DataError, match=r"arguments.*JSON text") as caught:
+        RecordFile(write(tmp_path / "c.parquet", [{"messages": turns}]))[0]
+    assert caught.value.kind == Kind.bad_form
 
 
 def test_images_in_the_record_are_verified_with_it(parts: Path, dataset: Path, tmp_path: Path) -> None:

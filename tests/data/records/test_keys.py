@@ -20,9 +20,10 @@ from llava_fsdp.data.index.statistics import make_report
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.forms import RecordKeys
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.runtime.errors import DataError
 
 CONTAINERS = ("a.json", "a.jsonl", "a.parquet", "a.tar")
 PAIR = RecordKeys("query", "response")
@@ -43,15 +44,16 @@ REFUSED: list[dict[str, Any]] = [
     {"weight": 0.5}, {"weight": -1}, {"weight": 2}, {"weight": "often"}, {"loss_scale": 0.3}, {"loss": "maybe"},
     {"mask": 1}, {"mask": 0}, {"masked": "a.png"}, {"loss_mask": [1, 0]}, {"train": {"a": 1}},
     {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
-    {"reasoning_content": "x"}, {"reasoning": "a longer thought than twenty letters"}, {"thinking": "x"},
-    {"thought": {"text": "x"}}, {"reasoningContent": "x"},
+    {"thought": {"text": "x"}}, {"reasoning_details": [{"text": "x"}]}, {"chain_of_thought": "x"},
     {"rejected_response": "no"}, {"rejected": "no"}, {"rejected": True}, {"chosen": "yes"}, {"chosen": False},
     {"label": False}, {"kto_tag": False}, {"rejected_response": [{"role": "assistant", "content": "no"}]},
 ]  # fmt: skip
-TOOLS: list[dict[str, Any]] = [
-    {"tool_calls": [{"id": "f"}]}, {"function_call": {"name": "f"}}, {"tools": '[{"name": "f"}]'},
-    {"functions": [{"name": "f"}]},
+MISPLACED: list[tuple[str, dict[str, Any]]] = [
+    ("turn", {"function_call": {"name": "f", "arguments": "{}"}}), ("turn", {"tools": '[{"name": "f"}]'}),
+    ("record", {"tool_calls": [{"name": "f", "arguments": "{}"}]}), ("record", {"function_call": {"name": "f"}}),
+    ("turn", {"functions": [{"name": "f"}]}),
 ]  # fmt: skip
+"""Tools and calls where they have no place, or an answer that calls a tool and gets no result."""
 FORMS = ("conversations", "messages", "texts", "query")
 
 
@@ -136,13 +138,33 @@ def test_what_cannot_be_obeyed_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_tools_are_refused_in_every_form_and_place(name: str, tmp_path: Path) -> None:
-    for form, place, keys in cases(TOOLS):
-        path = write(tmp_path / name, [record(form, place, keys)])
-        with pytest.raises(Exception, match=next(iter(keys))) as caught:
-            read(path)
-        assert getattr(caught.value, "kind", None) == Kind.wrong_roles, (form, place, keys)
-    assert all(read(write(tmp_path / name, [record(form, "record", {"tools": "[]"})])) for form in FORMS)
+def test_tools_are_refused_where_they_have_no_place(name: str, tmp_path: Path) -> None:
+    for form in FORMS:
+        for place, keys in MISPLACED if form != "query" else MISPLACED[2:4]:
+            path = write(tmp_path / name, [record(form, place, keys)])
+            with pytest.raises(DataError) as caught:
+                read(path)
+            assert caught.value.kind == Kind.wrong_roles, (form, place, keys)
+        assert read(write(tmp_path / name, [record(form, "record", {"tools": "[]"})]))[0].tools == ()
+        (found,) = read(write(tmp_path / name, [record(form, "record", {"tools": '[{"name": "f"}]'})]))
+        assert [tool["function"]["name"] for tool in found.tools] == ["f"]
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_thought_belongs_to_its_answer(name: str, tmp_path: Path) -> None:
+    """Beside the conversation it belongs to the only answer; with several, it cannot be obeyed."""
+    for key in ("reasoning_content", "reasoning", "thinking", "thought", "reasoningContent"):
+        for form in FORMS:
+            thought = "a longer thought than twenty letters"
+            (found,) = read(write(tmp_path / name, [record(form, "record", {key: thought})]))
+            answers = [turn.thought for turn in found.turns if turn.role == "gpt"]
+            if form == "query":
+                assert answers == [thought] and found.not_obeyed is None
+                continue
+            assert answers == [None, None] and f'"{key}"' in str(found.not_obeyed)
+            (found,) = read(write(tmp_path / name, [record(form, "turn", {key: thought})]))
+            assert [turn.thought for turn in found.turns if turn.role == "gpt"] == [thought, None]
+            assert found.not_obeyed is None and found.unread_keys == ()
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -158,8 +180,9 @@ def test_keys_that_nothing_reads_are_told(name: str, tmp_path: Path) -> None:
         {"messages": turns[:2], "system": "", "history": [], "enabled": False},
     ]
     first, second = read(write(tmp_path / name, rows))
+    assert first.turns[0] == Turn("system", "be kind")
     assert {*first.unread_keys} == {
-        "system", "history", "messages[].name", "messages[].reasoning_content", "messages[].loss",
+        "history", "messages[].name", "messages[].reasoning_content", "messages[].loss",
     }  # fmt: skip
     assert {*second.unread_keys} == {"enabled", "messages[].name", "messages[].reasoning_content"}
     part: dict[str, Any] = {"messages": [
@@ -253,7 +276,7 @@ def test_refused_records_and_unread_keys_are_counted(name: str, parts: Path, dat
     rows = [record("conversations", "turn", {"reasoning_content": "hm", "weight": None}, 0)]
     rows += [record("conversations", "turn", {"reasoning_content": None, "weight": 0}, 1)]
     rows += [record("conversations", "turn", {"reasoning_content": "", "weight": 1}, n) for n in range(2, 5)]
-    rows[3]["system"] = rows[4]["system"] = "be kind"
+    rows[3]["persona"] = rows[4]["persona"] = "be kind"
     path = write(tmp_path / name, rows)
     other = write(tmp_path / f"other-{name}", [record("messages", "turn", {"name": "x"}, 0)])
     sources = [f"+data.sources.one.path={path}", f"+data.sources.two.path={other}"]
@@ -261,11 +284,11 @@ def test_refused_records_and_unread_keys_are_counted(name: str, parts: Path, dat
     records = open_again(cfg, parts)
     refused = BITS[Kind.key_not_obeyed]
     assert records.index.flags(0, 6).tolist() == [refused, 0, 0, 0, 0, 0] and len(records) == 5
-    assert records.index.unread_keys == {"one": {"system": 2}, "two": {"messages[].name": 1}}
+    assert records.index.unread_keys == {"one": {"persona": 2}, "two": {"messages[].name": 1}}
     assert make_report(records, cfg)["unread_keys"] == records.index.unread_keys
-    assert "source one has keys that are not read: system (2 records)" in remarks(records)
+    assert "source one has keys that are not read: persona (2 records)" in remarks(records)
     (row,) = records.index.rows()
-    assert row["kind"] == Kind.key_not_obeyed and "reasoning_content" in row["reason"] and row["id"] == "r0"
+    assert row["kind"] == Kind.key_not_obeyed and "data.thoughts=train" in row["reason"] and row["id"] == "r0"
     original = open_again(config(parts, dataset, path, "data.path=null", *sources, *ORIGINAL), parts)
     assert original.index.flags(0, 6).tolist() == [refused, refused, 0, 0, 0, 0]
 

@@ -19,7 +19,7 @@ from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, given_sizes, pars
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.packed_text import copy_name, is_copied, refused
 from llava_fsdp.data.records.parquet import json_line, read_columns
-from llava_fsdp.data.records.record import HELD, TOO_LARGE, Record, Turn, decode, shown, unread_tag
+from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, decode, shown, unread_tag
 from llava_fsdp.data.records.record_file import RecordFile, read_records
 from llava_fsdp.runtime.errors import DataError
 
@@ -222,7 +222,7 @@ def test_odd_rows_of_parquet(tmp_path: Path) -> None:
     rows = lines_of(path)
     assert "id" in rows[0] and "id" not in rows[1] and rows[0]["width"] == [3.0] and "height" not in rows[1]
     assert len(rows[0]["images"]) == 2 and rows[0]["images"][1] is None and "images" not in rows[1]
-    assert "tools" not in rows[0] and rows[1]["tools"] == HELD and rows[1]["video"] == ["a.mp4"]
+    assert not rows[0].get("tools") and rows[1]["tools"] == "call" and rows[1]["video"] == ["a.mp4"]
     schema = pyarrow.schema([("id", pyarrow.int64()), ("width", pyarrow.string()), ("height", pyarrow.float32()),
                              ("video", pyarrow.binary()), ("imageless", pyarrow.string())])  # fmt: skip
     assert read_columns(NO_KEYS, schema) == ["id", "height"]

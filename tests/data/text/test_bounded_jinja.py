@@ -9,11 +9,12 @@ from chat_templates import write_tokenizer
 
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.bounded_jinja import BREAKS, MEMORY, process, render
+from llava_fsdp.data.text.bounded_jinja import BREAKS, MEMORY, SECONDS, make_work, process, render
 from llava_fsdp.data.text.jinja_template import OWN, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.write.chat_template import template_ids
 from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.process.limited_process import LimitedProcess
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -85,11 +86,11 @@ def test_ids_are_those_of_apply_chat_template(tmp_path: Path) -> None:
 def test_a_rendering_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured in the process that renders, started as ever: lists that are kept at once, up to the limit."""
     monkeypatch.setenv("COLD", "1")  # not forked from a process that has imported torch
-    process.cache_clear()
     code = "{% for i in range(400) %}{% set x = ['a' * 1000000] %}{% endfor %}" + CHATML
     messages = [{"role": "user", "content": "a"}]
-    assert render(code, messages, {})[0] == "<|im_start|>user\na<|im_end|>\n"
-    renderer = process()._process
+    limited = LimitedProcess(make_work, SECONDS, MEMORY)
+    assert limited({"code": code, "messages": messages, "variables": {}})[1] == b"<|im_start|>user\na<|im_end|>\n"
+    renderer = limited._process
     assert renderer is not None and renderer.poll() is None
     peak = next(line for line in Path(f"/proc/{renderer.pid}/status").read_text().splitlines() if "VmHWM" in line)
     assert int(peak.split()[1]) < (MEMORY + 150) * 1024

@@ -11,20 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import ONE_EXCHANGE, REFUSED, changed, published, specials, write_tokenizer
-from documents import ROOT
+from chat_templates import NO_LAYOUT, ONLY_THOUGHTS, SEVERAL, changed, published, specials, write_tokenizer
 from small import write_json
 from tiers import slow_after
 from transformers import PreTrainedTokenizerFast
 
-from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.config import EmptyThoughts, SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text import jinja_template
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.detokenize import AnswerText
-from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, Sample
+from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.jinja_template import OWN, ROLES, ChatTemplate, Unfit, open_template, own_name
+from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.templates import Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -104,7 +105,7 @@ def rows_of(*images: Any) -> np.ndarray:
 @pytest.mark.parametrize(("pieces", "count"), [
     (False, 4), pytest.param(False, 1000, marks=pytest.mark.slow), pytest.param(True, 300, marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", slow_after(14, sorted(PUBLISHED.keys() - REFUSED)))
+@pytest.mark.parametrize("name", slow_after(14, sorted(PUBLISHED.keys() - NO_LAYOUT)))
 def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool, count: int, tmp_path: Path) -> None:
     """Random dialogues; the labels are also compared with TRL's marks where TRL's template writes the same text."""
     code, dice = PUBLISHED[name], random.Random(f"{name} {pieces}")
@@ -115,10 +116,10 @@ def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool
     refused, only_trl, compared = 0, set(), 0
     call: dict[str, Any] = {"chat_template": form.code if "strftime_now" in code else None}
     for _ in range(count):
-        made = dialogue(dice, special, 1 if name in ONE_EXCHANGE else 5)
+        made = dialogue(dice, special, 1 if name in SEVERAL else 5)
         messages = messages_of(made, form)
         try:
-            sample = parse(made)
+            sample = parse.whole(made, UNLIMITED)
         except DataError as error:
             assert error.kind is Kind.chat_template and may_be_refused(made, name, special), made.turns
             refused += 1
@@ -173,42 +174,36 @@ def check_answers(form: ChatTemplate, theirs: Any, messages: list[dict[str, Any]
     assert labelled + sample.unlearnt == len(at)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_templates_that_cannot_be_trained_with(name: str, tmp_path: Path) -> None:
-    said = "no special token after the last answer" if name == "glm4moe" else "cannot teach turn 1.*rule 1"
-    with pytest.raises(ConfigError, match=rf"chat_template\.jinja .*{said}"):
-        own(PUBLISHED[name], tmp_path / "lm")
+@pytest.mark.parametrize("name", sorted(NO_LAYOUT))
+def test_templates_without_a_layout_teach_answers_one_by_one(name: str, tmp_path: Path) -> None:
+    form = own(PUBLISHED[name], tmp_path / "lm")
+    with pytest.raises(Unfit):
+        form.layout("hg")
+    form = replace(DEFAULT, empty_thoughts=EmptyThoughts.context).template(form)
+    encode = encoder(form, form.tokenizer, SpecialTokens.text)
+    if name in ONLY_THOUGHTS:
+        with pytest.raises(DataError, match=r"cannot teach turn 1, an answer: it opens a thought") as caught:
+            encode(record(("human", "what?"), ("gpt", "red")))
+        assert caught.value.kind is Kind.chat_template
+    else:
+        assert encode(record(("human", "what?"), ("gpt", "red"))) is not None
 
 
-@pytest.mark.parametrize("name", slow_after(2, sorted(PUBLISHED.keys() - REFUSED)))
-def test_an_answer_that_is_shown_otherwise_later_is_refused_by_its_turn(name: str, tmp_path: Path) -> None:
-    """Two plain exchanges: both answers have labels behind their prompts, or the record is refused."""
+@pytest.mark.parametrize("name", slow_after(2, sorted(PUBLISHED.keys() - NO_LAYOUT)))
+def test_an_answer_that_is_shown_otherwise_later_has_a_sample_of_its_own(name: str, tmp_path: Path) -> None:
+    """Two plain exchanges have a layout, and one sample; or the second answer is taught behind its own prompt."""
     form = own(PUBLISHED[name], tmp_path / "lm")
     encode = encoder(form, form.tokenizer, SpecialTokens.text)
     plain = record(("human", "what?"), ("gpt", "red"), ("human", "and now?"), ("gpt", "blue"))
-    if name not in ONE_EXCHANGE:
-        sample = encode(plain)
-        assert sample is not None
-        assert len(list(runs(sample.input_ids, sample.labels != IGNORE))) + sample.unlearnt == 2
+    samples = encode.samples(plain, UNLIMITED)
+    assert sum(len(list(runs(own.input_ids, own.labels != IGNORE))) for own in samples) == 2
+    if name not in SEVERAL:
+        assert len(samples) == 1
         return
-    assert encode(replace(plain, turns=plain.turns[:2])) is not None
     with pytest.raises(DataError, match=r"data\.json.*chat_template\.jinja cannot teach turn 1.*rule 2") as caught:
-        encode(plain)
+        encode.whole(plain, UNLIMITED)
     assert caught.value.kind is Kind.chat_template
-
-
-def test_the_documents_table_is_right() -> None:
-    """docs/models.md names every template that TRL ships, which of them are refused, and which for one exchange."""
-    text = (ROOT / "docs" / "models.md").read_text()
-    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `") and "trl" not in line]
-    told = {name: what for names, what in rows for name in json.loads(f'["{names_in(names)}"]') if name in PUBLISHED}
-    assert told.keys() == PUBLISHED.keys()
-    assert {name for name, what in told.items() if what.strip().startswith("refused")} == REFUSED
-    assert {name for name, what in told.items() if "one exchange" in what} == ONE_EXCHANGE
-
-
-def names_in(cell: str) -> str:
-    return '", "'.join(cell.replace("`", "").replace(" ", "").split(","))
+    assert [own.turns for own in samples] == ([None] if name == "gptoss" else [(1, 1), (3, 3)])
 
 
 CHATML = (
@@ -220,8 +215,7 @@ UNFIT = {
     "another answer": (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.length }}"), "rule 1"),
     "drops": (CHATML.replace("{{ m.content }}", "{{ m.content if not loop.first }}"), "leaves turns out"),
     "upper": (CHATML.replace("m.content", "m.content | upper"), "leaves turns out"),
-    "indents": (CHATML.replace("{{ m.content }}", "{{ ('x' ~ m.content) | replace('x\n', '') }}"), "white space"),
-    "no end": (CHATML.replace("<|im_end|>", ""), "no special token after the last answer"),
+    "no end": (CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "> "), "no special token after the last"),
     "syntax": (CHATML + "{% if %}", "TemplateSyntaxError"),
     "raises": ("{{ raise_exception('no') }}", "TemplateError"),
     "reaches out": (CHATML + "{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -259,7 +253,7 @@ def test_templates_that_write_earlier_turns_anew_are_refused_for_several(case: s
 
 def test_a_prompt_is_tokenized_alone(tmp_path: Path) -> None:
     """Also where the tokenizer joins its end and the answer's beginning; an earlier answer whose tokens a later prompt
-    joins has no labels."""
+    joins has a sample of its own."""
     form = own(CHATML, tmp_path / "lm")
     encode, ask = encoder(form, form.tokenizer, SpecialTokens.text), Turn("human", "a")
     asked = [token.id for token in form.tokenizer.encode("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")]
@@ -271,7 +265,10 @@ def test_a_prompt_is_tokenized_alone(tmp_path: Path) -> None:
         assert sample is not None
         own_labels = np.flatnonzero(sample.labels != IGNORE)
         if others and answer == "\nb":
-            assert sample.unlearnt == 1 and joined[-1].id in sample.input_ids
+            one, sample = encode.samples(replace(record(), turns=tuple(turns)), UNLIMITED)
+            assert [one.turns, sample.turns] == [(1, 1), (3, 3)] and joined[-1].id in sample.input_ids
+            assert one.input_ids[: np.flatnonzero(one.labels != IGNORE)[0]].tolist() == asked
+            own_labels = np.flatnonzero(sample.labels != IGNORE)
             whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
             whole = f"{whole}{answer}<|im_end|>\n{whole}"
             assert sample.input_ids[: own_labels[0]].tolist() == [t.id for t in form.tokenizer.encode(whole)]
@@ -292,9 +289,8 @@ def test_a_system_turn_that_moves_is_refused_where_it_moves(tmp_path: Path) -> N
     once = [("system", "be kind"), ("human", "a"), ("gpt", "b")]
     sample = encode(record(*once))
     assert sample is not None and form.stop == "<eos>"
-    with pytest.raises(DataError) as caught:
-        encode(record(*once, ("human", "c"), ("gpt", "d")))
-    assert caught.value.kind is Kind.chat_template
+    moved = encode.samples(record(*once, ("human", "c"), ("gpt", "d")), UNLIMITED)
+    assert [own.turns for own in moved] == [(2, 2), (4, 4)], "each answer behind the text as its prompt has it"
     assert encode(record(*once[1:], ("human", "c"), ("gpt", "d"))) is not None
 
 

@@ -15,7 +15,8 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text import encode
-from llava_fsdp.data.text.encode import ExactEncoder, Sample
+from llava_fsdp.data.text.encode import ExactEncoder
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import DataError, ModelError
@@ -57,10 +58,10 @@ def texts(length: int) -> dict[str, Record]:
 @pytest.mark.parametrize("name", texts(100))
 def test_the_beginning_is_that_of_the_whole_text(name: str, parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each length that is asked for, and also where a token needs more text than is tried first."""
-    whole = encoder(parts).measure(texts(20_000)[name], LIMITS)
+    (whole,) = encoder(parts).measure(texts(20_000)[name], LIMITS)
     monkeypatch.setattr(encode, "LONG", 1000)
     monkeypatch.setattr(encode, "LEAST_CHARACTERS", 1)
-    made = encoder(parts).measure(texts(20_000)[name], LIMITS)
+    (made,) = encoder(parts).measure(texts(20_000)[name], LIMITS)
     assert 512 < len(made.whole.input_ids) < len(whole.whole.input_ids) // 2, "the work is bounded"
     assert said(made.sample) == said(whole.sample)
     assert {limit: said(own) for limit, own in made.at.items()} == {n: said(own) for n, own in whole.at.items()}
@@ -92,7 +93,7 @@ def test_what_is_too_long_is_skipped_or_refused_as_before(parts: Path, monkeypat
 def test_the_longest_record_takes_seconds(parts: Path) -> None:
     long = record("what? " * 690_000, "b")
     began = time.process_time()
-    made = encoder(parts).measure(long, [512, 8192])
+    (made,) = encoder(parts).measure(long, [512, 8192])
     assert len(made.sample.input_ids) == 100 and time.process_time() - began < 10
 
 

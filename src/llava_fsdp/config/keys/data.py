@@ -11,14 +11,18 @@ from pathlib import Path
 
 from llava_fsdp.config.bounds import AUTO, above_zero, at_least
 from llava_fsdp.config.keys.enums import (
+    Answers,
     AspectRatio,
     BadRecords,
+    EmptyThoughts,
     Examine,
+    History,
     Metric,
     Pixels,
     SamplerName,
     Source,
     SpecialTokens,
+    Thoughts,
     TooLong,
 )
 from llava_fsdp.runtime.errors import ConfigError
@@ -191,6 +195,18 @@ class DataConfig:
     special_tokens: SpecialTokens | None = None
     """How special tokens in a record's text (`</s>`) are tokenized. text: as ordinary text; parse: as
     special tokens; null: parse with labels=llava_v1_5, as in the original LLaVA, else text."""
+    thoughts: Thoughts = Thoughts.refuse
+    """Thoughts of answers. refuse: records with one are refused; train: a thought is learnt, like the answer; context:
+    the model reads it before the answer and does not learn it; drop: it is left out."""
+    empty_thoughts: EmptyThoughts = EmptyThoughts.train
+    """Answers without a thought, if the chat template knows thoughts. train: the model is asked as the template asks by
+    default, and learns to write the empty thought; context: it is asked not to think, as its template does it, and does
+    not learn the empty thought."""
+    history: History = History.template
+    """Thoughts of earlier turns in prompts. template: as the chat template shows them; keep: all stay, if the template
+    has a variable for it."""
+    answers: Answers = Answers.all
+    """Answers of a record that are learnt: all, or the last one."""
     max_record_bytes: int = 4 << 20
     """Maximum number of bytes of one record in its file. A larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""

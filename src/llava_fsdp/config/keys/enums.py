@@ -112,6 +112,44 @@ class SpecialTokens(Enum):
     parse = "parse"
 
 
+class Thoughts(Enum):
+    """Choices of `data.thoughts`: what is done with the thoughts of answers."""
+
+    refuse = "refuse"
+    train = "train"
+    context = "context"
+    drop = "drop"
+
+
+class EmptyThoughts(Enum):
+    """Choices of `data.empty_thoughts`: whether the empty thought that a chat template writes before an answer without
+    a thought has labels."""
+
+    context = "context"
+    train = "train"
+
+
+class History(Enum):
+    """Choices of `data.history`: what prompts show of the thoughts of earlier turns."""
+
+    template = "template"
+    keep = "keep"
+
+
+class Answers(Enum):
+    """Choices of `data.answers`: which answers of a record have labels."""
+
+    all = "all"
+    last = "last"
+
+
+class ShownThoughts(Enum):
+    """Choices of the key `thoughts` of `chat`: whether the thought before an answer is shown."""
+
+    show = "show"
+    hide = "hide"
+
+
 class SamplerName(Enum):
     shuffle = "shuffle"
     computed_shuffle = "computed_shuffle"

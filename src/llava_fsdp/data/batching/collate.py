@@ -20,7 +20,7 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.processor.inputs import ProcessorInputs
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.encode import Sample
+from llava_fsdp.data.text.sample import Sample
 
 
 @dataclass(frozen=True)

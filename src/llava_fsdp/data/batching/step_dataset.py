@@ -24,8 +24,9 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.records.record import Record, is_video
-from llava_fsdp.data.text.encode import Encoder, Sample
+from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.text.message_parts import IMAGE
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive
 
@@ -33,7 +34,7 @@ from llava_fsdp.runtime.seeds import derive
 class Steps(Dataset):
     """Dataset of training steps: item n is this rank's part of step n, or the DataError raised while preparing it.
 
-    Records have their numbers among those that are trained on; steps count from 0.
+    Samples have their numbers among those that are trained on; steps count from 0.
 
     Args:
         rank: number of this rank among those that process different rows; ranks that process a row together have the
@@ -250,7 +251,7 @@ class Steps(Dataset):
         """Encode a record; raise DataError if it is not what it was when it was indexed."""
         if self.image_reader.status is not None:
             self.image_reader.status.at(record.where)
-        sample = self.encoder(record)
+        sample = self.encoder(record, self.records.turns(number))
         length, num_labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, num_labels):
             raise DataError(  # without a kind, so that the record is not skipped: it may no longer fit its micro-batch

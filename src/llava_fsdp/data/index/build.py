@@ -11,7 +11,7 @@ files, made once and memory-mapped by all processes.
     KEY/texts                positions of the records (`RecordStore`); KEY depends on the content of all their files
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
-    KEY/encoded-KEY          columns for one tokenizer, template and maximum length
+    KEY/encoded-KEY          columns for one tokenizer, template and maximum length, with a value for each sample
     KEY/kept-KEY             the columns that a training uses, without the skipped records (`shared_column`)
     orders/KEY.npy           the order of the samples of a large epoch (`shared_column`)
 
@@ -34,7 +34,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
-from llava_fsdp.data.columns import BLOCK, ROWS, column
+from llava_fsdp.data.columns import BLOCK, ROWS, column, write_column
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.examine.duplicate_ids import DUPLICATES, read_facts
@@ -53,7 +53,16 @@ from llava_fsdp.data.index.record_store import (
     sources_of,
 )
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short_digest, stamp
-from llava_fsdp.data.index.token_pass import LOSSES, LOSSES_COLUMN, EncodeRecords
+from llava_fsdp.data.index.token_pass import (
+    FIRST_TURN,
+    LAST_TURN,
+    LOSSES,
+    LOSSES_COLUMN,
+    ROW_COUNTS,
+    TAUGHT,
+    TAUGHT_COLUMN,
+    EncodeRecords,
+)
 from llava_fsdp.data.index.worker_pool import join, open_column, run_chunks
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
@@ -75,9 +84,9 @@ CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records in one chunk, which takes a few seconds."""
 EXAMINED = "examined"
 """Key for the fields of `Examined` in `done.json`, in the folder of the columns about images."""
-ENCODED_FORMAT = 3
-"""Version of the columns about tokens, increased whenever the same encoder gives other values (3: answers that are not
-learnt)."""
+ENCODED_FORMAT = 4
+"""Version of the columns about tokens, increased whenever the same encoder gives other values (4: a value for each
+sample, of which a record may have several)."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,11 @@ class Index:
     """Maximum lengths in tokens for which the loss by truncation was counted."""
     losses: np.ndarray
     """Counts of what truncation at each maximum length loses, int64 [data sources, limits, LOSSES]."""
+    taught: np.ndarray
+    """Counts of what is learnt, int64 [data sources, TAUGHT]."""
+    first_row: np.ndarray | None = None
+    """Number of the first sample of each record, followed by the number of all samples, int64 [records + 1]; None if
+    each record gives one sample."""
     examined: Examined | None = None
     """With `data.examine=sample` or `lazy`, how many images were decoded; None: all were opened."""
     unread_keys: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -157,6 +171,10 @@ class Index:
         """Return the problems of the records begin to end - 1 as bits (`problems.BITS`), uint32 [end - begin]."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self) if self.first_row is None else int(self.first_row[-1])
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the problems of all records in blocks: (number of the block's first record, uint32 [block])."""
@@ -285,6 +303,7 @@ def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded
     facts, counts = read_json(encoded / DONE), read_json(pictures / DONE).get(EXAMINED)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
+        taught = np.array(facts["taught"], dtype=np.int64)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise damaged_index(encoded / DONE, "it is not what was written") from error
     try:
@@ -296,7 +315,9 @@ def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded
         unread_keys = {source.name: keys for source, keys in zip(store.sources, by_source, strict=True)}
     except (BadJson, KeyError, TypeError, ValueError) as error:
         raise damaged_index(records / DONE, "it is not what was written") from error
-    return Index(folder, store, records, pictures, encoded, limits, losses, examined, unread_keys)
+    has_several = (encoded / f"{FIRST_ROW}.npy").is_file()
+    first_row = open_column(encoded, FIRST_ROW) if has_several else None
+    return Index(folder, store, records, pictures, encoded, limits, losses, taught, first_row, examined, unread_keys)
 
 
 def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -333,7 +354,7 @@ def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watc
         state / "texts", CHUNKS["encoded"], sampling, plan.cache, records, pictures, plan.whole_encoder, plan.reader
     )
     chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
-    result = ResultFolder(encoded, encoded_facts, [LOSSES_COLUMN])
+    result = ResultFolder(encoded, encoded_facts, [LOSSES_COLUMN, TAUGHT_COLUMN])
     run_pass(encoding, chunks, result, plan.workers, watch, "counting tokens")
     check_files_unchanged()
     return open_complete(plan, folder, state, pictures, encoded)
@@ -527,11 +548,36 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
     return sorted(fixed)
 
 
-def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], _: Path) -> dict[str, Any]:
-    """Return the maximum lengths, and what truncation to each loses in each data source (LOSSES), summed over the files
-    `chunks` with the results of the pass, as JSON values for `done.json`."""
+FIRST_ROW = "first_row"
+"""Column with the number of the first sample of each record; only if a record has several samples."""
+
+
+def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
+    """Return the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
+    (TAUGHT), summed over the files `chunks` with the results of the pass, as JSON values for `done.json`. Replace the
+    column of the numbers of samples by FIRST_ROW, or delete it if each record has one sample."""
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
+    taught = np.zeros((len(task.store.sources), len(TAUGHT)), dtype=np.int64)
     for chunk, first in zip(chunks, task.file_begins, strict=True):
-        losses[task.store.part(first).source] += column(chunk, LOSSES_COLUMN).reshape(shape)
-    return {"limits": task.limits, "losses": losses.tolist()}
+        source = task.store.part(first).source
+        losses[source] += column(chunk, LOSSES_COLUMN).reshape(shape)
+        taught[source] += column(chunk, TAUGHT_COLUMN)
+    counts = np.load(staged / f"{ROW_COUNTS}.npy", mmap_mode="r", allow_pickle=False)
+    if taught[:, TAUGHT.index("split")].any():
+        write_column(staged / f"{FIRST_ROW}.npy", sums_of(counts), np.dtype(np.int64))
+    else:
+        for name in (FIRST_TURN, LAST_TURN):
+            (staged / f"{name}.npy").unlink()
+    (staged / f"{ROW_COUNTS}.npy").unlink()
+    return {"limits": task.limits, "losses": losses.tolist(), "taught": taught.tolist()}
+
+
+def sums_of(counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the sums of the first 0, 1, 2, ... values of an array, in blocks, int64 [block]."""
+    total = np.zeros(1, dtype=np.int64)
+    yield total
+    for begin in range(0, len(counts), BLOCK):
+        sums = np.cumsum(counts[begin : begin + BLOCK], dtype=np.int64) + total
+        total = sums[-1:]
+        yield sums

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,17 @@ from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.examine.examine_passes import PictureSizes
 from llava_fsdp.data.index.shared_columns import shared_column
+from llava_fsdp.data.index.token_pass import FIRST_TURN, LAST_TURN
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """The records of a dataset that are trained on, each parsed when it is accessed, and columns with a value for each.
+    """The samples of a dataset that are trained on, and columns with a value for each. A record gives one sample, or
+    several, each with a part of its answers; it is parsed when one of its samples is accessed.
 
-    Arguments and columns count the records that are trained on, unless they say otherwise. The columns are
+    Arguments and columns count the samples that are trained on, unless they say otherwise. The columns are
     memory-mapped files. If records are skipped, a copy of each column without their values is written to disk when the
     column is first used.
     """
@@ -37,42 +39,56 @@ class Records:
         """Number of records that are skipped because something is wrong with them."""
         self.num_too_long = 0
         """Number of records that are skipped only because they are too long."""
+        self.num_records = 0
+        """Number of records that are trained on."""
         # the name of the folder of encoded columns changes with the other folders of columns, too
         kept = f"{index.encoded.name.replace('encoded', 'kept')}-{mask(*self.dropped_kinds):x}"
         self._kept = index.encoded.with_name(kept)
         """Folder of the columns without the skipped records."""
         count = self._count()
-        self.numbers = None if count == len(index) else self._shared("numbers", count, np.dtype(np.int64), self._choose)
-        """Number of each record in the index, int64; None if all records are trained on."""
+        is_all = count == index.num_samples
+        self.numbers = None if is_all else self._shared("numbers", count, np.dtype(np.int64), self._choose)
+        """Number of each sample in the index, int64; None if all records are trained on."""
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _count(self) -> int:
-        """Count the records with each kind of problem and the skipped ones; return the number of those to train on."""
+        """Count the records with each kind of problem and the skipped ones; return the number of the samples of those
+        to train on."""
         dropped_bits = mask(*self.dropped_kinds)
         too_long_bits = dropped_bits & BITS[Kind.too_long]
         wrong_bits = dropped_bits & ~too_long_bits
-        kept = 0
-        for _, flags in self.index.blocks():
+        samples = 0
+        for begin, flags in self.index.blocks():
             for kind in Kind:
                 self.counts[kind] += int(np.count_nonzero(flags & BITS[kind]))
             # a record that is skipped for its length is not truncated, and has lost no label
             counted_bits = np.where(flags & too_long_bits, wrong_bits & ~BITS[Kind.no_labels], wrong_bits)
             self.num_wrong += int(np.count_nonzero(flags & counted_bits.astype(np.uint32)))
-            kept += int(np.count_nonzero((flags & dropped_bits) == 0))
-        self.num_too_long = len(self.index) - kept - self.num_wrong
-        return kept
+            is_kept = (flags & dropped_bits) == 0
+            self.num_records += int(np.count_nonzero(is_kept))
+            samples += int(self._rows_of(begin, is_kept).sum())
+        self.num_too_long = len(self.index) - self.num_records - self.num_wrong
+        return samples
+
+    def _rows_of(self, begin: int, chosen: np.ndarray) -> np.ndarray:
+        """Return which samples are of chosen records, bool [samples of the records]. `chosen`: for each of the records
+        from number `begin` on whether it is chosen, bool [records]."""
+        first = self.index.first_row
+        return chosen if first is None else np.repeat(chosen, np.diff(first[begin : begin + len(chosen) + 1]))
 
     def _choose(self) -> Iterator[np.ndarray]:
-        """Yield the numbers in the index of the records to train on, in blocks, int64 [block]."""
-        dropped_bits = mask(*self.dropped_kinds)
+        """Yield the numbers in the index of the samples to train on, in blocks, int64 [block]."""
+        dropped_bits, first = mask(*self.dropped_kinds), self.index.first_row
         for begin, flags in self.index.blocks():
-            yield np.flatnonzero((flags & dropped_bits) == 0) + begin
+            yield np.flatnonzero(self._rows_of(begin, (flags & dropped_bits) == 0)) + (
+                begin if first is None else int(first[begin])
+            )
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """Yield the array `numbers` in blocks, int64 [block]."""
-        assert self.numbers is not None
-        for begin in range(0, len(self.numbers), BLOCK):
-            yield self.numbers[begin : begin + BLOCK]
+        """Yield the numbers of all samples in the index in blocks, int64 [block]."""
+        for begin in range(0, len(self), BLOCK):
+            end = min(begin + BLOCK, len(self))
+            yield np.arange(begin, end) if self.numbers is None else self.numbers[begin:end]
 
     def _shared(self, name: str, count: int, dtype: np.dtype, make: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
         """Return a column [count] from the folder of columns without the skipped records, where one process writes it
@@ -80,11 +96,44 @@ class Records:
         return shared_column(self._kept / f"{name}.npy", count, dtype, make)
 
     def __len__(self) -> int:
-        return len(self.index) if self.numbers is None else len(self.numbers)
+        return self.index.num_samples if self.numbers is None else len(self.numbers)
 
     def number_in_index(self, number: int) -> int:
-        """Return a record's number in the index."""
+        """Return the number in the index of a sample's record."""
+        return self.record_of(self._row(number))
+
+    def _row(self, number: int) -> int:
         return number if self.numbers is None else int(self.numbers[number])
+
+    def record_of(self, row: int) -> int:
+        """Return the number of the record to which a sample belongs, given the sample's number in the index."""
+        first = self.index.first_row
+        return row if first is None else int(np.searchsorted(first, row, side="right")) - 1
+
+    def turns(self, number: int) -> tuple[int, int] | None:
+        """Return the turns of the first and the last answer of a sample; None if it has all of its record's."""
+        if self._turns is None:
+            return None
+        first, last = (int(column[self._row(number)]) for column in self._turns)
+        return None if first < 0 else (first, last)
+
+    @cached_property
+    def _turns(self) -> list[np.ndarray] | None:
+        if self.index.first_row is None:
+            return None
+        return [open_column(self.index.encoded, name) for name in (FIRST_TURN, LAST_TURN)]
+
+    def is_first(self, number: int) -> bool:
+        """Return whether a sample is the first one of its record."""
+        first = self.index.first_row
+        return first is None or int(first[self.number_in_index(number)]) == self._row(number)
+
+    def count_records(self, begin: int, end: int) -> int:
+        """Return to how many records the samples `begin` to `end` - 1 belong, which are all samples of these
+        records."""
+        if self.index.first_row is None:
+            return end - begin
+        return len({self.number_in_index(number) for number in range(begin, end)})
 
     def __getitem__(self, number: int) -> Record:
         index_number = self.number_in_index(number)
@@ -121,44 +170,54 @@ class Records:
         )
 
     def where(self, number: int) -> str:
-        """Return the name of a record for messages, whether or not it can be parsed."""
+        """Return the name of a sample's record for messages, whether or not it can be parsed."""
         return self.index.store.name(self.number_in_index(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
-        """Return a column of the index without the values of skipped records. `folder`: that of the column."""
+        """Return a column of the index with a value for each sample that is trained on. A value of a record is that of
+        its samples. `folder`: that of the column."""
         values = open_column(folder, name)
-        if self.numbers is None:
+        is_record = folder != self.index.encoded and self.index.first_row is not None
+        if self.numbers is None and not is_record:
             return values
-        return self._shared(name, len(self), values.dtype, lambda: (values[block] for block in self._blocks()))
+        return self._shared(
+            name, len(self), values.dtype,
+            lambda: (values[self.records_of(block) if is_record else block] for block in self._blocks()),
+        )  # fmt: skip
+
+    def records_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number of the record of each sample, int64 [samples], given the samples' numbers in the index."""
+        first = self.index.first_row
+        return rows if first is None else np.searchsorted(first, rows, side="right") - 1
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Number of tokens after truncation, int32 [records]."""
+        """Number of tokens after truncation, int32 [samples]."""
         return self.column(self.index.encoded, "length")
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Number of label tokens after truncation, int32 [records]."""
+        """Number of label tokens after truncation, int32 [samples]."""
         return self.column(self.index.encoded, "labels")
 
     @cached_property
     def images(self) -> np.ndarray:
-        """Number of images after truncation, int32 [records]."""
+        """Number of images after truncation, int32 [samples]."""
         return self.column(self.index.encoded, "images")
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """Number of images before truncation, int32 [records]."""
+        """Number of images before truncation, int32 [samples]."""
         return self.column(self.index.records, "pictures")
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """Number of image tiles after truncation, int32 [records]."""
+        """Number of image tiles after truncation, int32 [samples]."""
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
     def image_tokens(self) -> np.ndarray | None:
-        """Number of image tokens after truncation, int32 [records]; None if the dataset was examined by a version that
+        """Number of image tokens after truncation, int32 [samples]; None if the dataset was examined by a version that
         did not count them."""
         is_counted = (self.index.encoded / "image_tokens.npy").is_file()
         return self.column(self.index.encoded, "image_tokens") if is_counted else None
@@ -173,25 +232,33 @@ class Records:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Number of words of all messages, negative without an image, int32 [records]."""
+        """Number of words of all messages, negative without an image, int32 [samples]."""
         return self.column(self.index.records, "words")
 
     @cached_property
     def source_counts(self) -> list[int]:
-        """For each data source, the number of its records that are trained on."""
-        bounds = self.index.store.source_bounds
-        begins = bounds if self.numbers is None else np.searchsorted(self.numbers, bounds).tolist()
+        """For each data source, the number of its samples that are trained on."""
+        begins = self.samples_before(self.index.store.source_bounds)
         return [end - begin for begin, end in itertools.pairwise(begins)]
+
+    def samples_before(self, records: Sequence[int]) -> list[int]:
+        """Return for each of some records, given by their numbers in the index, how many samples that are trained on
+        are of records before it."""
+        first = self.index.first_row
+        rows = records if first is None else first[np.array(records)]
+        return list(rows) if self.numbers is None else np.searchsorted(self.numbers, rows).tolist()
 
     @cached_property
     def fingerprint(self) -> str:
-        """Checksum of the content of the dataset's files and of which records are trained on."""
+        """Checksum of the content of the dataset's files and of which samples are trained on."""
         whole = self.index.store.fingerprint
-        if self.numbers is None:
+        if self.numbers is None and self._turns is None:
             return whole
         digest = hashlib.sha256(whole.encode())
         for block in self._blocks():
             digest.update(block.tobytes())
+            for column in self._turns or ():
+                digest.update(self.records_of(block).tobytes() + column[block].tobytes())
         return digest.hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.examples import draw_examples
-from llava_fsdp.data.index.token_pass import LOSSES
+from llava_fsdp.data.index.token_pass import LOSSES, TAUGHT
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.problems import BITS, PROBLEMS
 from llava_fsdp.data.text.encode import Encoder
@@ -41,7 +41,9 @@ class Counts:
     images: str | None
     records: int
     left_out: int = 0
-    """Number of skipped records. All fields below this one count only the records that are trained on."""
+    """Number of skipped records. All fields below this one count only the samples of records that are trained on."""
+    samples: int = 0
+    """Number of samples, of which a record may give several."""
     text_only: int = 0
     pictures: int = 0
     """Number of images in the records; an image that occurs several times counts several times."""
@@ -52,6 +54,9 @@ class Counts:
     """Median number of tokens of a record; None without records. `longest` is the greatest number."""
     longest: int | None = None
     label_tokens: int = 0
+    taught: dict[str, int] = field(default_factory=dict)
+    """Of a source: counts of what is learnt (`token_pass.TAUGHT`), also of records that are skipped for other
+    reasons than their text."""
     tiles: int = 0
     image_tokens: int | None = None
     """Number of image tokens; None if the index was made by a version that did not count them."""
@@ -77,7 +82,8 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
             "model": cfg.model.checkpoint or f"{cfg.model.language} + {cfg.model.vision}",
         },
         "records": len(index),
-        "kept": len(records),
+        "kept": records.num_records,
+        "samples": len(records),
         "examined": None if index.examined is None else index.examined.as_json(),
         "left_out": {"wrong": records.num_wrong, "too_long": records.num_too_long},
         "sources": [asdict(counts) for counts in sources],
@@ -93,17 +99,19 @@ def count_sources(records: Records) -> list[Counts]:
     """Count each data source, without its problems."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
-    return [
+    found = [
         fill_counts(records, Counts(s.name, s.path, s.images, end - begin), kept) for s, (begin, end), kept in ranges
     ]
+    for own, taught in zip(found, records.index.taught.tolist(), strict=True):
+        own.taught = dict(zip(TAUGHT, taught, strict=True))
+    return found
 
 
 def count_files(records: Records) -> list[Counts]:
     """Count each file of records, without its problems."""
     parts = records.index.store.parts
-    bounds = file_bounds(records)
-    kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
-    ranges = zip(parts, itertools.pairwise(kept.tolist()), strict=True)
+    kept = records.samples_before(file_bounds(records).tolist())
+    ranges = zip(parts, itertools.pairwise(kept), strict=True)
     return [fill_counts(records, Counts(p.file.name, p.file.path, p.file.images, p.count), own) for p, own in ranges]
 
 
@@ -118,10 +126,11 @@ def fill_counts(records: Records, counts: Counts, kept: tuple[int, int]) -> Coun
 
     Args:
         counts: its field `records` has the number of all records, skipped ones included.
-        kept: range [begin, end) of the records to count, numbered among those that are trained on.
+        kept: range [begin, end) of the samples to count, numbered among those that are trained on.
     """
     begin, end = kept
-    counts.left_out = counts.records - (end - begin)
+    counts.left_out = counts.records - records.count_records(begin, end)
+    counts.samples = end - begin
     image_tokens = records.image_tokens
     counts.image_tokens = None if image_tokens is None else 0
     longest = 0

@@ -1,6 +1,8 @@
 """Third pass over a dataset: encode each record as in training, and count what truncation at several maximum lengths
 would lose."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,25 +16,47 @@ from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.examine.examine_passes import DatasetPass, Findings, PictureSizes, Tell, attempt
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
-from llava_fsdp.data.text.conversation import asked_turns
-from llava_fsdp.data.text.encode import LONG, Encoder, MeasuredSample
+from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.conversation import AnswerPart, asked_turns
+from llava_fsdp.data.text.encode import LONG, Encoder
+from llava_fsdp.data.text.jinja_template import ChatTemplate
+from llava_fsdp.data.text.sample import MeasuredSample
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""
 LOSSES = ("records", "positions", "labels", "unlabelled")
 """Names of the counts for each maximum length: truncated records, lost tokens, lost label tokens, and records that lose
 all their labels."""
+TAUGHT = ("answers", "proven", "split", "repeated", "thought", "calls", "text")
+"""Names of counts of what is learnt: answers with labels; those whose prompt was proven to be that of the model's own
+chat template; records that give several samples; tokens at the beginning of their samples that the sample before has,
+too; label tokens of thoughts, of calls, and of texts with what ends them."""
+TAUGHT_COLUMN = "taught"
+"""Column with the counts TAUGHT of a chunk, int64 [TAUGHT]."""
+ROW_COUNTS, FIRST_TURN, LAST_TURN = "samples", "first_turn", "last_turn"
+"""Column with the number of samples of each record, int32 [records]. A record without a sample has one of length 0. And
+columns with the turns of the first and the last answer of each sample, int32 [samples]; -1 for the only sample of its
+record. They are stored if a record has several samples."""
 LOSSES_COLUMN = "losses"
 """Column with the LOSSES of a chunk for each maximum length, int64 [lengths * LOSSES]."""
 
 
+COUNTS = (
+    "length", "labels", "images", "tiles", "image_tokens", "positions_cut", "labels_cut", "full", FIRST_TURN, LAST_TURN
+)  # fmt: skip
+"""Names of the columns with a value for each sample."""
+Row = tuple[int, ...]
+"""The values of a sample in the columns COUNTS."""
+NO_ROW: Row = (*[0] * 8, -1, -1)
+
+
 @dataclass(frozen=True)
 class EncodeRecords(DatasetPass):
-    """Third pass: encode each record, and store its numbers of tokens, labels, images and tiles.
+    """Third pass: encode each record, and store its samples' numbers of tokens, labels, images and tiles.
 
-    Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
-    full (length before truncation). All are 0 for a record that cannot be encoded. Column LOSSES_COLUMN, the sums over
-    the chunk.
+    Columns with an int32 value per sample: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
+    full (length before truncation). All are 0 for a record that cannot be encoded. Columns ROW_COUNTS, FIRST_TURN and
+    LAST_TURN. Columns LOSSES_COLUMN and TAUGHT_COLUMN, the sums over the chunk.
     """
 
     records_folder: Path
@@ -60,50 +84,58 @@ class EncodeRecords(DatasetPass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Encode records. Return {name of a column: counts of each record, int32 [records]}, 0 for a record that makes
+        """Encode records. Return {name of a column: counts of each sample, int32 [samples]}, 0 for a record that makes
         no sample, and under LOSSES_COLUMN the sums over all records of what truncation to each of `limits` loses.
         `found` gets the records' problems."""
-        names = ("length", "labels", "images", "tiles", "image_tokens", "positions_cut", "labels_cut", "full")
-        columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
+        rows: list[list[Row]] = [[NO_ROW] for _ in numbers]
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
+        taught = np.zeros(len(TAUGHT), dtype=np.int64)
         for number, record in self.records(numbers):
             record = self.sizes.put(record, number)
             measured = self.encode(record, number, found.teller_of(number, record.known_id))
-            if measured is None:
+            if not measured:
                 continue
-            sample = measured.sample
+            rows[number - numbers.start] = self.rows(record, measured)
+            losses += sum(map(self.count_losses, measured))
+            taught += count_taught(record, measured, self.encoder)
+        values = np.array([row for own in rows for row in own], dtype=np.int32).reshape(-1, len(COUNTS))
+        columns = {name: np.ascontiguousarray(column) for name, column in zip(COUNTS, values.T, strict=True)}
+        counts = np.array([len(own) for own in rows], dtype=np.int32)
+        return {**columns, ROW_COUNTS: counts, LOSSES_COLUMN: losses.reshape(-1), TAUGHT_COLUMN: taught}
+
+    def rows(self, record: Record, measured: Sequence[MeasuredSample]) -> list[Row]:
+        """Return the counts of each sample of a record. A sample that truncation leaves without labels is left out if
+        another one has some; its labels count as lost by the last sample that is left."""
+        kept = [own for own in measured if own.sample.num_labels] or measured[:1]
+        lost = sum(own.whole.num_labels for own in measured) - sum(own.whole.num_labels for own in kept)
+        rows = []
+        for own in kept:
+            sample = own.sample
             lengths = [len(rows) for rows in sample.image_rows]
             tiles = sum(self.reader.count_tiles(record, sample.place(n), tokens) for n, tokens in enumerate(lengths))
-            image_tokens = int(sample.is_image.sum())
-            counts = (
-                len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens,
-                sample.positions_cut, sample.labels_cut, len(measured.whole.input_ids),
-            )  # fmt: skip
-            for name, value in zip(names, counts, strict=True):
-                columns[name][number - numbers.start] = value
-            losses += self.count_losses(measured)
-        return {**columns, LOSSES_COLUMN: losses.reshape(-1)}
+            first, last = sample.turns or (-1, -1)
+            cut = sample.labels_cut + (lost if own is kept[-1] else 0)
+            rows.append((
+                len(sample.input_ids), sample.num_labels, len(sample.images), tiles, int(sample.is_image.sum()),
+                sample.positions_cut, cut, len(own.whole.input_ids), first, last,
+            ))  # fmt: skip
+        return rows
 
-    def encode(self, record: Record, number: int, tell: Tell) -> MeasuredSample | None:
-        """Encode a record and report its problems; None if it makes no sample."""
+    def encode(self, record: Record, number: int, tell: Tell) -> list[MeasuredSample]:
+        """Encode a record and report its problems; return its samples, none if it cannot be encoded."""
         for position, turn in enumerate(asked_turns(record)):
             tell_special_token(record, position, turn.text, self.encoder, tell)
-            if turn.role == "gpt" and not turn.text.strip():
+            if turn.role == "gpt" and not turn.text.strip() and not turn.calls:
                 reason = f"{record.where}: turn {position} is an answer without text; write one, or remove the turns"
                 tell(Kind.empty_answer, reason)
         attempt(lambda: self.check_shapes(record, number), tell)
         if record.images and not self.reader.has_image_facts(record):
-            return None  # the length is unknown because an image is bad, which the pass over images has reported
-        measured = attempt(lambda: self.encoder.measure(record, self.limits), tell)
-        if measured is not None:
-            tell_if_cut(record, measured, self.encoder.max_length, tell)
-            if measured.whole.unlearnt:
-                tell(
-                    Kind.unlearnt_answer,
-                    f"{record.where} has {measured.whole.unlearnt} answers without labels: the prompts of later "
-                    "answers show them with other tokens than a model generates; make each answer a record of its own "
-                    "to train all",
-                )
+            return []  # the length is unknown because an image is bad, which the pass over images has reported
+        measured = attempt(lambda: self.encoder.measure(record, self.limits), tell) or []
+        for own in measured:
+            tell_if_cut(record, own, self.encoder.max_length, tell)
+        if measured and not any(own.sample.num_labels for own in measured):
+            tell_unlabelled(record, measured, self.encoder.max_length, tell)
         return measured
 
     def check_shapes(self, record: Record, number: int) -> None:
@@ -138,8 +170,31 @@ def tell_special_token(record: Record, position: int, text: str, encoder: Encode
         tell(Kind.special_token, f"{reason} (data.special_tokens={encoder.special_tokens.value})")
 
 
+def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: Encoder) -> np.ndarray:
+    """Return the counts TAUGHT of the samples of a record, int64 [TAUGHT]."""
+    answers = sum(turn.role == "gpt" and turn.learnt for turn in encoder.teaching.chosen(asked_turns(record)))
+    proven = answers if isinstance(encoder.template, ChatTemplate) else 0
+    wholes = [own.whole.input_ids for own in measured]
+    repeated = sum(common_length(one, other) for one, other in itertools.pairwise(wholes))
+    parts = np.zeros(len(AnswerPart), dtype=np.int64)
+    for own in measured:
+        sample = own.sample
+        labels = sample.labels[1:] != IGNORE
+        kinds = np.full(len(labels), AnswerPart.text) if sample.kinds is None else sample.kinds[1:]
+        parts += np.bincount(kinds[labels], minlength=len(parts))
+    thought, calls = parts[AnswerPart.thought], parts[AnswerPart.calls]
+    return np.array([answers, proven, len(measured) > 1, repeated, thought, calls, parts.sum() - thought - calls])
+
+
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the length of the longest common beginning of two int64 arrays."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
 def tell_if_cut(record: Record, measured: MeasuredSample, max_length: int, tell: Tell) -> None:
-    """Report to `tell` that a record is too long, or has no labels after truncation to `max_length` tokens."""
+    """Report to `tell` that a sample of a record is longer than `max_length` tokens."""
     sample, whole_length = measured.sample, len(measured.whole.input_ids)
     least = "at least " if any(len(turn.text) > LONG for turn in record.turns) else ""  # a long text is shortened
     if sample.positions_cut:
@@ -148,9 +203,12 @@ def tell_if_cut(record: Record, measured: MeasuredSample, max_length: int, tell:
             f"{record.where} is {least}{whole_length} positions long, over data.max_length={max_length}; raise it, or "
             "set data.too_long=truncate or skip",
         )
-    if sample.num_labels == 0:
-        cut = measured.whole.num_labels > 0
-        why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
-        if not any(turn.learnt for turn in record.turns if turn.role == "gpt"):
-            why = ": its keys say of every answer that it is not learnt (weight 0, loss false); take the record out"
-        tell(Kind.no_labels, f"{record.where} has no label token to learn from{why}")
+
+
+def tell_unlabelled(record: Record, measured: Sequence[MeasuredSample], max_length: int, tell: Tell) -> None:
+    """Report to `tell` that the samples of a record have no labels after truncation to `max_length` tokens."""
+    cut = any(own.whole.num_labels for own in measured)
+    why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
+    if not any(turn.learnt for turn in record.turns if turn.role == "gpt"):
+        why = ": its keys say of every answer that it is not learnt (weight 0, loss false); take the record out"
+    tell(Kind.no_labels, f"{record.where} has no label token to learn from{why}")

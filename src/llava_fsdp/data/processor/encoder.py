@@ -17,12 +17,15 @@ from llava_fsdp.data.processor.images import Row
 from llava_fsdp.data.processor.processor import FAILURES, SMALL_VIDEO, Processor, VideoNeeds, frames_of
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
+from llava_fsdp.data.text.answer_segments import AnswerSegments, AnswerWriter
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.conversation import Segment, image_order, render
-from llava_fsdp.data.text.encode import AnswerEncoder, ProcessorText, Sample, truncate
+from llava_fsdp.data.text.encode import AnswerEncoder, truncate
 from llava_fsdp.data.text.encode_chat import ChatIds, encode_chat
 from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
+from llava_fsdp.data.text.sample import ProcessorText, Sample
+from llava_fsdp.data.text.teaching import DEFAULT, Teaching
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
@@ -54,6 +57,7 @@ class ProcessorEncoder(AnswerEncoder):
     max_length: int
     too_long: TooLong
     special_tokens: SpecialTokens = SpecialTokens.text
+    teaching: Teaching = DEFAULT
     expansions: dict[tuple[Size, int] | tuple[Clip, ...], tuple[str, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -62,17 +66,28 @@ class ProcessorEncoder(AnswerEncoder):
 
     @property
     def fingerprint(self) -> str:
-        form = f"{self.template} {self.special_tokens.value}"
+        form = f"{self.template} {self.special_tokens.value} {self.teaching}"
         return f"processor {self.tokenizer.fingerprint} {form} {self.max_length} {self.processor.fingerprint}"
 
     def placeholder(self, shape: Shape) -> str:
         """Return what the chat template writes for an image or a video."""
         return self.template.placeholders[VIDEO if isinstance(shape, Clip) else IMAGE]
 
+    @property
+    def writer(self) -> AnswerWriter:
+        return AnswerWriter(self.template, self.teaching, self.special_tokens)
+
     def whole(self, record: Record, longest: int) -> Sample:
-        shapes = [self.shape(record, n) for n in range(len(record.images))]
         segments = self.shortened(render(record, self.template, start_end=False), longest)
-        return self.encode(segments, record.images, shapes, record.where)
+        return self.encode_first(segments, record, len(record.images))
+
+    def answer(self, answer: AnswerSegments, record: Record, longest: int) -> Sample:
+        return self.encode_first(self.shortened(answer.segments, longest), record, answer.images)
+
+    def encode_first(self, segments: list[Segment], record: Record, count: int) -> Sample:
+        """Encode segments that have the first `count` images and videos of a record."""
+        shapes = [self.shape(record, n) for n in range(count)]
+        return self.encode(segments, record.images[:count], shapes, record.where)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
         """Truncate a sample to `max_length` tokens. Raise DataError if it loses images, and the processor writes other
@@ -122,6 +137,8 @@ class ProcessorEncoder(AnswerEncoder):
             unlearnt=made.unlearnt,
             places=places,
             processor_text=text,
+            prompt=made.prompt,
+            kinds=made.kinds,
         )
 
     def adds_bos(self, segments: Sequence[Segment]) -> bool:

@@ -21,7 +21,7 @@ from llava_fsdp.data.processor.frames import ProcessorFrames
 from llava_fsdp.data.processor.processor import Processor
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import VIDEOS_NEED, Record, is_video
-from llava_fsdp.data.text.encode import Sample
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.runtime.errors import ImageError
 
 Positions = Callable[[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]

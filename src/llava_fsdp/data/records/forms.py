@@ -22,11 +22,13 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.keys import (
     MOST_KEYS,
     MOST_LETTERS,
+    OF_ANSWERS,
     ONLY_OF_RECORDS,
     PREFERENCES,
     REASONS,
     KeyMeaning,
     is_learnt,
+    is_thought,
     meaning_of,
     says_nothing,
 )
@@ -36,7 +38,10 @@ from llava_fsdp.data.records.record import (
     JSON_NAMES,
     LINES,
     LOCATION,
+    PARQUET,
+    READS_IMAGES,
     TOO_LARGE,
+    Call,
     Record,
     Turn,
     check_bytes,
@@ -53,6 +58,20 @@ from llava_fsdp.data.records.record import (
     unread_media,
     unread_tag,
 )
+from llava_fsdp.data.records.tools import (
+    CALLERS,
+    RECORD_TOOLS,
+    RESULT_KEYS,
+    RESULTS,
+    TOOL_KEYS,
+    TURN_CALLS,
+    has_no_tools,
+    joined_calls,
+    linked_results,
+    read_call,
+    read_calls,
+    read_tools,
+)
 from llava_fsdp.runtime.errors import DataError
 
 TURN_KEYS = (("from", "value"), ("role", "content"))
@@ -66,12 +85,8 @@ SPEAKERS = {
 }  # fmt: skip
 """{name of a speaker: role of a turn}. A turn whose speaker has another name keeps the name, and is refused later."""
 ROLES = ("human", "gpt")
-TOOLS = frozenset("tool function ipython observation tool_call tool_response function_call function_response".split())
-"""Names of speakers that are tools, or that call them."""
-TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
-"""Keys of a record or of one of its turns for tools and calls of tools."""
-NO_TOOLS = frozenset(["", "[]", "{}", "null"])
-"""Texts that stand for no tools, where they are written as JSON in a text."""
+SYSTEM = "system"
+"""Key of a record for a system text, if no turn has it (ShareGPT)."""
 IMAGE_KEYS = ("image", "images")
 """Keys of a record for its images, beside the one that `data.image_column` names."""
 IMAGE_PARTS = ("image", "image_url")
@@ -89,7 +104,15 @@ SIZE_KEYS = ("width", "height")
 LONGEST_SIDE = (1 << 31) - 1
 """Greatest width or height in pixels that a record may give."""
 MESSAGE_KEYS = frozenset([key for pair in TURN_KEYS for key in pair] + [*TOOL_KEYS])
-"""Keys of a message that are read; those of TOOL_KEYS are refused."""
+"""Keys of a message that are read; those of TOOL_KEYS are refused where they have no place."""
+THOUGHT_PARTS, CALL_PART, RESULT_PART = ("thinking", "reasoning"), "tool_use", "tool_result"
+"""Types of the parts of a message that are no text and no media, as Anthropic writes them: thoughts and calls of an
+answer, and the result of a call in the message after it."""
+HIDDEN_PART = "redacted_thinking"
+"""Type of a part with an encrypted thought."""
+AGENT_PART_KEYS = frozenset("type thinking reasoning text signature id name input tool_use_id content is_error "
+                            "cache_control".split())  # fmt: skip
+"""Keys of these parts that are read, or change nothing that is learnt."""
 PART_KEYS = frozenset(["type", "text", "detail", "cache_control", *GIVEN_AS, *VIDEO_GIVEN_AS])
 """Keys of a part of a message that are read, or change nothing that is learnt."""
 ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
@@ -127,7 +150,7 @@ class RecordKeys:
         the other one is known, too."""
         pair = self.pair or ()
         better = PREFERENCES if "chosen" in pair else frozenset[str]()
-        return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE}
+        return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE, SYSTEM}
 
 
 NO_KEYS = RecordKeys()
@@ -181,6 +204,8 @@ class RecordReader:
                 continue
             meaning, value = meaning_of(key[:MOST_LETTERS]), raw[key]  # all known keys are shorter
             if meaning is KeyMeaning.harmless and not (form and key in ONLY_OF_RECORDS):
+                continue
+            if is_answer and is_thought(key, value):  # read by `thought_of`
                 continue
             if says_nothing(value) or names_media(key):
                 continue
@@ -275,27 +300,106 @@ class RecordReader:
         """Parse the value of the key `conversations` or `messages`."""
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
-        return [self.turn(f"turn {number}", own, f"{key}[].") for number, own in enumerate(raw)]
+        made = [turn for number, own in enumerate(raw) for turn in self.turn(f"turn {number}", own, f"{key}[].")]
+        if all(turn.role != "tool" and not turn.calls for turn in made):
+            return made
+        return linked_results(joined_calls(made, self.bad), self.refuse_turn)
 
-    def turn(self, what: str, raw: Any, form: str = "") -> Turn:
-        """Parse one message of `conversations` or `messages`."""
+    def refuse_turn(self, number: int, why: str) -> DataError:
+        """Return an error about a turn whose role or calls do not fit the turns before it."""
+        return DataError(
+            f"{self.where}: turn {number} {why}; fix the conversation, or take the record out", Kind.wrong_roles
+        )
+
+    def turn(self, what: str, raw: Any, form: str = "") -> list[Turn]:
+        """Parse one message of `conversations` or `messages`. It is one turn, but for a message with the results of
+        calls as parts, each of which is a turn before it."""
         fields = raw if isinstance(raw, dict) else {}
         speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
-        self.refuse_tools(what, fields, speakers)
+        speaker = speakers[0] if speakers else ""
+        role = "tool" if speaker in RESULTS else "call" if speaker in CALLERS else SPEAKERS.get(speaker) or speaker
+        is_answer = role in ("gpt", "call")
+        self.refuse_tools(what, fields, RECORD_TOOLS if role == "gpt" else TOOL_KEYS)
         texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
-        if len(texts) != 1 or len(speakers) != 1:
+        thought = self.thought_of(what, fields) if role == "gpt" else None
+        calls = self.calls_of(what, fields) if role == "gpt" else ()
+        is_bare = not texts and bool(calls or thought is not None)  # an answer may have no text beside its calls
+        if (len(texts) != 1 and not is_bare) or len(speakers) != 1:
             raise self.bad(what, raw, "an object with from and value, or with role and content")
         self.note_unread(fields)
-        text, parts = fields[texts[0]], None
-        role = SPEAKERS.get(speakers[0]) or speakers[0]
-        learnt = self.note_keys(what, fields, MESSAGE_KEYS, form, role == "gpt")
-        if texts == ["content"] and isinstance(text, list):
-            parts = tuple(
-                self.part(f"{what}, part {number}", part, form=f"{form}content[].", is_answer=role == "gpt")
-                for number, part in enumerate(text)
-            )
-            text = "".join(parts)
-        return Turn(role, self.text(what, text), learnt or role != "gpt", parts)
+        known = MESSAGE_KEYS | RESULT_KEYS if role == "tool" else MESSAGE_KEYS
+        learnt = self.note_keys(what, fields, known, form, is_answer) or not is_answer
+        content = "" if is_bare else fields[texts[0]]
+        if role == "call":
+            found = read_calls(what, content, self.bad, self.is_table)
+            return [Turn("call", "", learnt, calls=found)]
+        if role == "tool":
+            names = fields.get("name"), fields.get("tool_call_id") or fields.get("id")
+            named, identity = (name if isinstance(name, str) else "" for name in names)
+            calls = (Call(named, {}, identity),)
+        if texts != ["content"] or not isinstance(content, list):
+            return [Turn(role, self.text(what, content), learnt, thought=thought, calls=calls)]
+        return self.message(what, content, Turn(role, "", learnt, thought=thought, calls=calls), f"{form}content[].")
+
+    def message(self, what: str, content: list[Any], turn: Turn, form: str) -> list[Turn]:
+        """Parse a message whose content is a list of parts: the results of calls, then the rest of the message, if it
+        is more than results. `turn` is the message without its content."""
+        texts, thoughts, results = list[str](), list[str](), list[Turn]()
+        calls = list(turn.calls)
+        for number, part in enumerate(content):
+            own, kind = f"{what}, part {number}", part.get("type") if isinstance(part, dict) else None
+            if kind == HIDDEN_PART:
+                raise self.bad(own, kind, "a thought that can be read, as an encrypted one cannot be learnt or shown")
+            if kind == RESULT_PART and turn.role == "human":
+                if texts:
+                    raise self.bad(own, kind, "before the other parts of its message")
+                results.append(self.result(own, part, form))
+            elif kind in (*THOUGHT_PARTS, CALL_PART) and turn.role == "gpt":
+                self.note_keys(own, part, AGENT_PART_KEYS, form)
+                if kind == CALL_PART:
+                    calls.append(read_call(own, part, self.bad, self.is_table))
+                else:
+                    thoughts.append(self.text(own, part.get(kind) or part.get("text") or ""))
+            else:
+                texts.append(self.part(own, part, form=form, is_answer=turn.role == "gpt"))
+        if results and not texts:
+            return results
+        thought = "".join(thoughts) if "".join(thoughts).strip() else None
+        if None not in (thought, turn.thought) and thought != turn.thought:
+            raise self.bad(what, [turn.thought, thought], "an answer with one thought")
+        text, parts = "".join(texts), tuple(texts) if texts else None
+        made = replace(turn, text=text, parts=parts, thought=thought or turn.thought, calls=tuple(calls))
+        return [*results, made]
+
+    def result(self, what: str, raw: dict[str, Any], form: str) -> Turn:
+        """Parse a part of a message that is the result of a call."""
+        self.note_keys(what, raw, AGENT_PART_KEYS, form, is_answer=False)
+        content, parts = raw.get("content"), None
+        if isinstance(content, list):
+            parts = tuple(self.part(f"{what}, part {number}", own, form) for number, own in enumerate(content))
+            content = "".join(parts)
+        text = self.text(what, "" if content is None else content)
+        return Turn("tool", text, parts=parts, calls=(Call("", {}, str(raw.get("tool_use_id") or "")),))
+
+    def calls_of(self, what: str, raw: dict[str, Any]) -> tuple[Call, ...]:
+        """Return the calls of an answer from its keys `tool_calls` and `function_call`."""
+        given = [key for key in TURN_CALLS if not has_no_tools(raw.get(key))]
+        if len(given) > 1:
+            raise self.bad(what, raw, f"an answer with one of {' and '.join(given)}")
+        return tuple(own for key in given for own in read_calls(f"{what}, {key}", raw[key], self.bad, self.is_table))
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the record is a row of a Parquet file."""
+        return self.file.lower().endswith(PARQUET)
+
+    def thought_of(self, what: str, raw: dict[str, Any]) -> str | None:
+        """Return the thought of an answer from the keys that are for one; None without one. Raise an error if they
+        have different thoughts."""
+        found = {raw[key] for key in raw if is_thought(key, raw[key]) and not says_nothing(raw[key])}
+        if len(found) > 1:
+            raise self.bad(what, sorted(found), "an answer with one thought")
+        return self.text(what, found.pop()) if found else None
 
     def text(self, what: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -337,15 +441,15 @@ class RecordReader:
         self.note_unread({kind: raw})
         return ""
 
-    def refuse_tools(self, what: str, raw: dict[str, Any], speakers: Iterable[str] = ()) -> None:
-        """Raise DataError if a record or a message has tools or calls of tools (functions), or a tool is among its
-        speakers."""
-        speaker = next((own for own in speakers if own in TOOLS), None)
-        called = next((own for own in TOOL_KEYS if own in raw and not has_no_tools(raw[own])), None)
-        if called is not None or speaker is not None:
-            said = f"is from {speaker}" if called is None else f"has {called}"
+    def refuse_tools(self, what: str, raw: dict[str, Any], keys: Iterable[str] = TOOL_KEYS) -> None:
+        """Raise DataError if a record or a message has a value under a key for tools, or calls of tools, that is not
+        read there."""
+        called = next((own for own in keys if own in raw and not has_no_tools(raw[own])), None)
+        if called is not None:
             raise DataError(
-                f"{self.where}: {what} {said}, and tools are not read; take the record out", Kind.wrong_roles
+                f"{self.where}: {what} has {called}, which is read of answers (calls) and of records (tools) alone; "
+                "move it there, or take the record out",
+                Kind.wrong_roles,
             )
 
     def pairs(self, key: str, raw: Any) -> list[Turn]:
@@ -360,10 +464,37 @@ class RecordReader:
             self.note_unread(entry)
             self.refuse_tools(f"entry {number}", entry)
             learnt = self.note_keys(f"entry {number}", entry, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
-            for role, name in zip(ROLES, ENTRY_KEYS, strict=True):
-                text = self.text(f"{key}, entry {number}, {name}", entry[name])
-                turns.append(Turn(role, text, learnt or role == "human"))
+            question, answer = (self.text(f"{key}, entry {number}, {name}", entry[name]) for name in ENTRY_KEYS)
+            turns.append(Turn("human", question))
+            turns.append(Turn("gpt", answer, learnt, thought=self.thought_of(f"entry {number}", entry)))
         return turns
+
+    def with_thought(self, raw: dict[str, Any], turns: list[Turn]) -> list[Turn]:
+        """Give the thought that a record has beside its conversation to its only answer. With several answers, the key
+        cannot be obeyed."""
+        thought = self.thought_of("the record", raw)
+        answers = [number for number, turn in enumerate(turns) if turn.role == "gpt"]
+        if thought is None:
+            return turns
+        (place, *others) = answers or [-1, -1]
+        if others or turns[place].thought not in (None, thought):
+            key = next(key for key in raw if is_thought(key, raw[key]) and not says_nothing(raw[key]))
+            many = f"the record has the key {shown(key)} for {len(answers)} answers"
+            self.not_obeyed = self.not_obeyed or f"{many}; {OF_ANSWERS}"
+            return turns
+        return [replace(turn, thought=thought) if number == place else turn for number, turn in enumerate(turns)]
+
+    def with_system(self, raw: dict[str, Any], turns: list[Turn]) -> list[Turn]:
+        """Put the system text that a record has beside its conversation in front of its turns."""
+        value = raw.get(SYSTEM)
+        if is_empty(value):
+            return turns
+        text = self.text(f"the record's {SYSTEM}", value)
+        if turns and turns[0].role == "system":
+            if turns[0].text != text:
+                raise self.bad(f"the record's {SYSTEM}", value, "the text of its system turn, or absent")
+            return turns
+        return [Turn("system", text), *turns]
 
     def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
         """Return the images or the videos as {key of the record: names of those under it}, without keys that have no
@@ -399,11 +530,6 @@ def is_side(value: Any) -> bool:
     """Return whether a JSON value is a valid width or height in pixels. It may be a float, because tables with missing
     values have integers as floats."""
     return type(value) in (int, float) and 1 <= value <= LONGEST_SIDE and value == int(value)
-
-
-def has_no_tools(value: Any) -> bool:
-    """Return whether the value of a key for tools is empty, or a text with an empty list or object as JSON."""
-    return is_empty(value) or (isinstance(value, str) and value.strip() in NO_TOOLS)
 
 
 def given_images(raw: dict[str, Any]) -> dict[str, Any]:
@@ -480,7 +606,8 @@ def parse_record(
         turns = FORMS[form](reader, form, raw[form])
     else:
         turns = [Turn(role, reader.text(key, raw.get(key))) for role, key in zip(ROLES, keys.pair or (), strict=True)]
-    reader.refuse_tools("the record", raw)
+    reader.refuse_tools("the record", raw, TURN_CALLS)
+    turns = reader.with_system(raw, reader.with_thought(raw, turns))
     if not reader.note_keys("the record", raw, keys.read):
         turns = [replace(turn, learnt=turn.role != "gpt") for turn in turns]
     names = one_list(where, {**listed, "the parts of its turns": reader.in_parts})
@@ -491,7 +618,8 @@ def parse_record(
     return Record(
         str(path), index, str(index) if identity is None else identity, names, parsed, has_image_key,
         has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed),
-        not_obeyed=reader.not_obeyed, unread_keys=tuple(reader.unread_keys), inline=reader.inline,
+        not_obeyed=reader.not_obeyed, unread_keys=tuple(reader.unread_keys), tools=read_tools(raw, reader.bad),
+        inline=reader.inline,
     )  # fmt: skip
 
 
@@ -533,7 +661,7 @@ def put_videos(
 
     def read(turn: Turn) -> Turn:
         tags = re.compile(IMAGE_TAG) if "</video>" in turn.text.lower() else ANY_TAG  # <video> is HTML with </video>
-        if turn.role != "human":
+        if turn.role not in READS_IMAGES:
             return turn
         if turn.parts is None:
             return replace(turn, text=tags.sub(take, turn.text))

@@ -49,6 +49,9 @@ THOUGHTS = frozenset(
     "chain_of_thought cot".split()
 )
 """Keys of an answer, or of a record, for the thoughts before an answer."""
+READ_THOUGHTS = frozenset("reasoning_content reasoning thinking thought".split())
+"""Those of THOUGHTS that are read, if they are text."""
+OF_ANSWERS = "write each thought into its own answer, under the key reasoning_content"
 PREFERENCES = frozenset(
     "chosen chosen_response chosen_answer chosen_messages chosen_conversations preferred_output rejected "
     "rejected_response rejected_answer rejected_output rejected_messages rejected_conversations rejected_image "
@@ -90,8 +93,8 @@ REASONS = {
     KeyMeaning.preference: "pairs of a better and a worse answer are not read, and every answer would be learnt as a "
     "good one: keep the better answer alone, without this key",
     KeyMeaning.verdict: "the answer would be learnt as a good one: take the record out",
-    KeyMeaning.thought: "thoughts are not read, and the answer would be learnt after an empty thought: take the key "
-    "out, or write the thoughts into the text of the answer",
+    KeyMeaning.thought: "this form of a thought is not read, and the answer would be learnt without it: write it as "
+    "text under the key reasoning_content of the answer, or take the key out",
     KeyMeaning.spans: "parts of an answer cannot be left out of the loss: take the key out to learn all of the answer, "
     "or give the answer weight 0 to learn none of it",
     KeyMeaning.learnt: "an answer is learnt (1, true) or not (0, false): write one of these",
@@ -100,10 +103,24 @@ REASONS = {
 """For each meaning of a key that cannot be obeyed: why, and what to do."""
 
 
+def plain_name(key: str) -> str:
+    """Return a key in one style: `loss_scale` for `lossScale`, `loss-scale` and `Loss Scale`."""
+    return CAMEL.sub("_", key).lower().replace("-", "_").replace(" ", "_")
+
+
+def is_thought(key: str, value: Any) -> bool:
+    """Return whether a key of an answer gives its thought, as text."""
+    return (
+        isinstance(value, str)
+        and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought
+        and (plain_name(key) in READ_THOUGHTS)
+    )
+
+
 @lru_cache(4096)  # records repeat a few keys millions of times
 def meaning_of(key: str) -> KeyMeaning:
     """Return what a key says. The style of its name (`lossScale`, `loss-scale`) does not matter."""
-    name = CAMEL.sub("_", key).lower().replace("-", "_").replace(" ", "_")
+    name = plain_name(key)
     if name in VERDICTS:
         return KeyMeaning.verdict
     for names, meaning in (
@@ -139,6 +156,12 @@ def held(value: Any) -> Any:
         return None
     is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
     return value if is_short else HELD
+
+
+def held_under(key: str, value: Any) -> Any:
+    """Return what `held` does, but for a thought that is no text, whose placeholder is no text, either."""
+    kept = held(value)
+    return [kept] if kept is HELD and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought else kept
 
 
 def is_learnt(key: str, value: Any) -> bool:

@@ -29,15 +29,15 @@ from llava_fsdp.data.records.forms import (
     FORMS,
     NO_KEYS,
     SIZE_KEYS,
-    TOOL_KEYS,
+    SYSTEM,
     TURN_KEYS,
     VIDEO_KEYS,
     RecordKeys,
-    has_no_tools,
 )
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, KeyMeaning, held, meaning_of
+from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, KeyMeaning, held_under, is_thought, meaning_of
 from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations
+from llava_fsdp.data.records.tools import RECORD_TOOLS, RESULT_KEYS, TOOL_KEYS, TURN_CALLS, has_no_tools
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
 
@@ -79,6 +79,8 @@ def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     names |= dict.fromkeys(key for key in SIZE_KEYS if key in schema.names and has_numbers(schema, key))
+    texts = [name for name in schema.names if name in (SYSTEM, *RECORD_TOOLS) or is_thought(name, "")]
+    names |= dict.fromkeys(name for name in texts if has_paths(schema, name))
     return [name for name in names if name in schema.names]
 
 
@@ -91,7 +93,7 @@ def has_numbers(schema: Any, name: str) -> bool:
 
 
 def has_paths(schema: Any, name: str) -> bool:
-    """Return whether a column contains texts (paths) or lists of texts."""
+    """Return whether a column contains texts, such as paths, or lists of texts."""
     kind = schema.field(name).type
     return is_text(kind.value_type if is_list(kind) else kind)
 
@@ -373,7 +375,7 @@ class ParquetRows:
         for name in [n for n in (*self.read, *self.unread, *self.told) if n in values or n in locations or n in unread]:
             value, places = values.get(name), locations.get(name, [])
             if name in self.told:
-                value = held(value)
+                value = held_under(name, value)
             elif name in self.unread:
                 value = HELD if name in unread or not has_no_tools(value) else None
             elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
@@ -493,18 +495,24 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a message with only those fields that are used (such as `from` and `value`) and have a value. A field for
-    media or calls of tools that has a value is kept with a placeholder, and so is one that is not read, unless it is
-    known to be harmless (`held`)."""
+    media that has a value is kept with a placeholder, and so is one that is not read, unless it is known to be harmless
+    (`held`)."""
     if turn is None:
         return None
     made = {name: turn[name] for name in TURN if turn.get(name) is not None}
     for key, value in turn.items():
         if key in TURN:
             continue
-        if names_media(key) or key in TOOL_KEYS:
+        if key in (*TURN_CALLS, *RESULT_KEYS) or is_thought(key, value):
+            kept = None if has_no_tools(value) else value
+        elif names_media(key) or key in TOOL_KEYS:
             kept = HELD if not has_no_tools(value) else None
         else:
-            kept = None if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS else held(value)
+            kept = (
+                None
+                if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS
+                else held_under(key, value)
+            )
         if kept is not None:
             made[key] = kept
     return made

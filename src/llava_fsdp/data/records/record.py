@@ -63,16 +63,33 @@ JSON_NAMES = {
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a tool (function) in an answer."""
+
+    name: str
+    """Name of the tool."""
+    arguments: dict[str, Any]
+    """JSON values by the names of the arguments, in the order of the record."""
+    id: str = ""
+    """Name of the call, by which its result refers to it."""
+
+
+@dataclass(frozen=True)
 class Turn:
     """A message of a conversation."""
 
     role: str
-    """The speaker of the turn: human or gpt; the first turn may be from system."""
+    """The speaker of the turn: human, gpt, or tool, whose text is the result of a call; the first turn may be from
+    system."""
     text: str
     learnt: bool = True
     """Whether an answer has labels. If not, it is only read, like a question."""
     parts: tuple[str, ...] | None = field(default=None, compare=False)
     """The parts of `text`, if the record has a list of parts instead of a text; `<image>` for an image or a video."""
+    thought: str | None = None
+    """What an answer thinks before its text and its calls, if the record has it apart from the text."""
+    calls: tuple[Call, ...] = ()
+    """The calls of an answer, or for a result the one call that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,9 @@ class Record:
     """Description of a key that says what is learnt and cannot be obeyed."""
     unread_keys: tuple[str, ...] = ()
     """The keys with a value that are not read and could change what is learnt, such as `messages[].name`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The tools that the answers may call, as JSON schemas: objects with type and function, as transformers' chat
+    templates take them."""
     inline: Mapping[str, bytes | ImageLocation] = field(default_factory=dict, compare=False, repr=False)
     """{name: bytes or location} of the images that are embedded in the record or in its file. Names differ if images
     do."""
@@ -153,6 +173,10 @@ def id_of(raw: dict[str, Any]) -> str | None:
     """Return the id of a record as text (numbers and other values as JSON); None if it is missing or null."""
     value = raw.get("id")
     return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+READS_IMAGES = ("human", "tool")
+"""Roles of the turns in which `<image>` stands for an image."""
 
 
 class TwiceError(ValueError):

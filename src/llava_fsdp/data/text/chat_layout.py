@@ -195,11 +195,21 @@ def after_prompt(
 
 def difference(wanted: str, found: str) -> str:
     """Return words that say where two texts differ."""
-    same = next(
-        (n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found))
-    )
+    same = shared(wanted, found)
     parts = [MARKS.sub("...", text[same:])[:SHOWN] for text in (wanted, found)]
     return f"{parts[0]!r} where the conversation has {parts[1]!r}"
+
+
+def shared(one: str, other: str) -> int:
+    """Return the length of the longest common beginning of two texts."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        end = (same + most + 1) // 2
+        if one[same:end] == other[same:end]:
+            same = end
+        else:
+            most = end - 1
+    return same
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:

@@ -9,10 +9,11 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms import SPEAKERS
-from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
+from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Record, Turn
 from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.message_parts import IMAGE, media_of
 from llava_fsdp.data.text.templates import Template
@@ -27,6 +28,15 @@ is shown in messages alone."""
 IM_START, IM_END = "<im_start>", "<im_end>"
 
 
+class AnswerPart(IntEnum):
+    """The parts of an answer that reports tell apart."""
+
+    other = 0
+    thought = 1
+    calls = 2
+    text = 3
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of the text of a conversation. Either all its tokens have labels (are supervised), or no token has."""
@@ -39,6 +49,8 @@ class Segment:
     """With a model's own chat template: index of the image or video in whose place the text stands."""
     begins_answer: bool = False
     """With a model's own chat template: whether the prompt for generation ends before this segment."""
+    kind: AnswerPart = AnswerPart.other
+    """What part of an answer the text is, for reports."""
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
@@ -46,9 +58,29 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
     human, gpt after a system turn, or an answer is missing, or the number of image tags is not the number of images, or
     a model's own template refuses or changes the turns."""
     check_turns(record)
+    if not isinstance(form, ChatTemplate):
+        refuse_tools(record)
     media = media_of(record.images)
     segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where, media)
     return segments if isinstance(form, ChatTemplate) else [*segments, Segment(form.pattern.end, False)]
+
+
+def refuse_tools(record: Record) -> None:
+    """Raise DataError if a record has tools, calls or thoughts, which LLaVA's templates do not write."""
+    found = "tools" if record.tools else next((name_extra(turn) for turn in record.turns if name_extra(turn)), None)
+    if found is not None:
+        raise DataError(
+            f"{record.where} has {found}, which only a model's own chat template can write; set data.template="
+            "chat_template with a model that has one, or take the record out",
+            Kind.key_not_obeyed if found == "thoughts" else Kind.wrong_roles,
+        )
+
+
+def name_extra(turn: Turn) -> str | None:
+    """Return what a turn has beside its text, in words; None if it has nothing."""
+    if turn.role == "tool":
+        return "results of calls"
+    return "calls of tools" if turn.calls else None if turn.thought is None else "thoughts"
 
 
 def prompt(
@@ -149,9 +181,15 @@ def own_prompt(
         else:
             from_record = piece.turn is not None
             segments.append(Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer))
-    if form.adds_bos:  # the token is added to the tokens of the text
-        segments[0] = replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"]))
-    return segments
+    return without_bos(segments, form)
+
+
+def without_bos(segments: list[Segment], form: ChatTemplate) -> list[Segment]:
+    """Return the segments of a text without the BOS token at its beginning, if that is added to the tokens of the
+    text."""
+    if not form.adds_bos:
+        return segments
+    return [replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"])), *segments[1:]]
 
 
 def image_order(segments: Sequence[Segment], count: int) -> list[int]:
@@ -196,6 +234,11 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
     return None if system is None else system.text, turns[0].text, images, turns[1].text
 
 
+def first_answer(record: Record) -> Turn:
+    """Return the answer to the first question of a record that `opening_question` takes."""
+    return split_system(asked_turns(record))[1][1]
+
+
 def opening_turns(record: Record) -> list[Turn]:
     """Return the turns up to the first question: the system turn, if there is one, and the question."""
     system, turns = split_system(asked_turns(record))
@@ -221,16 +264,19 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raise DataError if the turns do not alternate human, gpt after a system turn, or the image tags in them do not
-    match the record's images."""
+    """Raise DataError if the turns do not alternate human, gpt after a system turn (where results of calls stand
+    between two answers), or the image tags in them do not match the record's images."""
     system, turns = split_system(asked_turns(record))
-    for position, turn in enumerate(turns, start=0 if system is None else 1):
-        expected = "human" if (position % 2 == 0) is (system is None) else "gpt"
-        if turn.role != expected:
+    allowed, offset = ("human",), 0 if system is None else 1
+    for position, turn in enumerate(turns, offset):
+        if turn.role not in allowed:
             raise DataError(
-                f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; {role_cure(turn.role)}",
+                f"{record.where}: turn {position} is from {turn.role!r}, not from {allowed[0]!r}; "
+                f"{role_cure(turn.role)}",
                 Kind.wrong_roles,
             )
+        # each result has its call (`linked_results`)
+        allowed = {"human": ("gpt",), "gpt": ("tool",) if turn.calls else ("human",)}.get(turn.role, ("gpt", "tool"))
         if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:
             raise DataError(
                 f"{record.where}: turn {position} is an answer with {IMAGE_TAG} in it; images belong to "
@@ -249,18 +295,18 @@ def check_turns(record: Record) -> None:
             "before the first question is left out: add them, or take the record out",
             Kind.odd_turns,
         )
-    if len(turns) % 2:
+    if turns[-1].role != "gpt":
         raise DataError(
             f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer: "
             "add one, or take the last question out",
             Kind.odd_turns,
         )
-    tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
+    tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role in READS_IMAGES)
     if record.images and tags != len(record.images):
         other = next((found[0] for turn in turns if (found := OTHER_TAG.search(turn.text))), None)
         written = "" if other is None else f" ({shown_name(other)} in its text is no tag: write {IMAGE_TAG})"
         raise DataError(
             f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} images{written}; give every image "
-            "one tag in a question",
+            "one tag in a question, or in the result of a call",
             Kind.image_count,
         )

@@ -97,6 +97,39 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[TokenText]:
     return pieces
 
 
+class ThoughtText:
+    """Collects the tokens of the thought with which an answer may begin.
+
+    Args:
+        begin: text before the thought, without white space around it; empty if the prompt begins a thought.
+        end: text after it; empty if no thought is expected.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin: str, end: str):
+        """`begin` and `end` are the texts around the thought."""
+        self.tokenizer, self.begin, self.end = tokenizer, begin, end
+        self.may_continue = bool(end)
+        """Whether the next token may be one of the thought, or of the texts around it."""
+        self.has_begun = not begin
+        self.is_cut = False
+        self.ids: list[int] = []
+        self.text: str | None = None
+        """The thought, once it has ended."""
+        self._written = ""  # with the names of special tokens
+
+    def push(self, token: int) -> None:
+        self.ids.append(token)
+        self._written += self.tokenizer.name(token) or self.tokenizer.decode([token])
+        written = self._written.lstrip()
+        if not self.has_begun:
+            self.has_begun = written.startswith(self.begin)
+            self.may_continue = self.has_begun or self.begin.startswith(written)
+        if self.has_begun and self.end in written[len(self.begin) :]:
+            whole = self.tokenizer.decode(self.ids)
+            inside = whole.partition(self.end)[0].strip()
+            self.text, self.may_continue = inside.removeprefix(self.begin).strip(), False
+
+
 class AnswerText:
     """Collects the tokens of an answer while a model generates it, and returns its text in pieces. A returned piece is
     final: it never contains half a character, a part of the text that ends the answer, or white space at the beginning
@@ -107,11 +140,23 @@ class AnswerText:
         stops: ids of the tokens that end the answer.
         begin: text that a model writes before an answer, such as an empty thought. It is no part of the answer's text
             if the answer begins with it.
+        thought: texts that a model writes before and after a thought, which is no part of the answer's text. The first
+            is empty if the prompt begins a thought; both are empty if no thought is expected.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int], begin: str = ""):
-        """An answer ends with the text `stop` or a token of `stops`; a text `begin` before it is not returned."""
-        self._begin = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: str,
+        stops: frozenset[int],
+        begin: str = "",
+        thought: tuple[str, str] = ("", ""),
+    ):
+        """An answer ends with the text `stop` or a token of `stops`; a text `begin`, or a thought between the two texts
+        of `thought`, before it is not returned."""
+        self._thought = ThoughtText(tokenizer, thought[0].strip(), thought[1].strip())
+        own = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
+        self._begin = [token.id for token in own]
         self._generated: list[int] = []
         self.tokenizer = tokenizer
         self.stop = stop
@@ -124,10 +169,35 @@ class AnswerText:
         self._decoded = 0  # number of tokens whose text was returned or is held back
         self._held = ""
 
+    @property
+    def thought(self) -> str | None:
+        """The thought before the answer, once it has ended; None without one."""
+        return self._thought.text
+
+    @property
+    def is_thought_cut(self) -> bool:
+        """Whether the tokens ended within a thought."""
+        return self._thought.is_cut
+
     def push(self, token: int) -> str:
         """Add a token, and return the text that became final with it, which may be empty."""
         if self.ended:
             return ""
+        thought = self._thought
+        if not thought.may_continue:
+            return self._push(token)
+        thought.push(token)
+        if token in self.stops:  # an answer without a thought, or a thought without an answer: it is shown
+            thought.may_continue = False
+        if thought.may_continue:
+            return ""
+        if thought.text is None:
+            return "".join(map(self._push, thought.ids))
+        self.ids = list(thought.ids)
+        self._window = self._decoded = len(self.ids)
+        return ""
+
+    def _push(self, token: int) -> str:
         self._generated.append(token)
         if token in self.stops and not self._is_beginning():
             self.ended = True
@@ -146,6 +216,15 @@ class AnswerText:
 
     def close(self) -> str:
         """End the answer and return its text that was still held back."""
+        thought = self._thought
+        if thought.may_continue:
+            thought.may_continue = False
+            if thought.has_begun and thought.ids:
+                thought.is_cut, self.ended = True, True
+                self.ids = list(thought.ids)
+                return ""
+            begun = "".join(map(self._push, thought.ids))
+            return begun + self.close()
         begun = self._release(self._decode(is_last=True))
         rest = self._held.rstrip()
         rest = rest if self.text else rest.strip()

@@ -10,13 +10,16 @@ import numpy as np
 
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.clip import Shape
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
+from llava_fsdp.data.text.answer_segments import AnswerSegments, AnswerWriter
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import Segment, image_order, render
 from llava_fsdp.data.text.encode_chat import encode_chat, is_chat
 from llava_fsdp.data.text.jinja_template import ChatTemplate
+from llava_fsdp.data.text.join_samples import join_samples
 from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
+from llava_fsdp.data.text.sample import MeasuredSample, Sample
+from llava_fsdp.data.text.teaching import DEFAULT, Teaching
 from llava_fsdp.data.text.templates import Template
 from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
 from llava_fsdp.runtime.errors import DataError
@@ -34,88 +37,6 @@ ImageRows = Callable[[Record, int], np.ndarray]
 """Function (record, index of an image) -> index of the vision feature of each of its tokens, int64 [tokens]."""
 
 
-@dataclass(frozen=True)
-class ProcessorText:
-    """The text of a sample for a processor of transformers, which puts the tokens of its images into it."""
-
-    texts: tuple[str, ...]
-    """The text before the first image or video; then, for each of the record, the placeholder that the processor
-    replaces, and the text behind it up to the next one."""
-    image_spans: tuple[Stretch, ...]
-    """For each image or video of the sample, the range of tokens in the place of its placeholder, which may have tokens
-    that stand for text at its ends and, of a video, between frames."""
-    shapes: tuple[Shape, ...]
-    """For each image or video of the record, in the order of the text, what its tokens depend on."""
-    is_image: np.ndarray
-    """Whether the model replaces the embedding of a token by a vision feature, bool [length]."""
-    is_whole: bool
-    """Whether the processor tokenizes the joined texts as the whole record is tokenized here. False: only the images'
-    placeholders can be compared, because a text of the record contains special tokens that are read as text; then
-    `texts` has nothing but placeholders."""
-    is_prompt: bool
-    """Whether `texts` end before the last answer, whose tokens here are those that follow the prompt."""
-    where: str
-    """Name of the record in messages."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A record encoded as token ids and labels; its images are not read yet."""
-
-    input_ids: np.ndarray
-    """Token ids, int64 [length]; IMAGE_ID at image tokens, unless `processor_text` is set."""
-    labels: np.ndarray
-    """Labels, int64 [length], not shifted: for a supervised token its own id, else IGNORE."""
-    images: tuple[str, ...]
-    """Names of the images whose tokens are in `input_ids`, in order."""
-    image_rows: tuple[np.ndarray, ...]
-    """For each image, the index of the vision feature of each of its tokens, int64 [tokens]."""
-    positions_cut: int
-    """Number of tokens removed by truncation."""
-    labels_cut: int
-    """Number of supervised tokens removed by truncation."""
-    unlearnt: int = 0
-    """Number of answers without labels, because a model's own chat template, or its tokenizer, writes them in the
-    prompts of later answers in another way than a model generates them."""
-    places: tuple[int, ...] | None = None
-    """For each image, its index among those of the record; None: they have the order of the record."""
-    processor_text: ProcessorText | None = None
-    """Only for models whose images are prepared by their processor."""
-
-    @property
-    def is_image(self) -> np.ndarray:
-        """Whether each token is one of an image, bool [length]."""
-        return self.input_ids == IMAGE_ID if self.processor_text is None else self.processor_text.is_image
-
-    @property
-    def image_spans(self) -> list[Stretch]:
-        """For each image, the range of tokens that must not be split: its own tokens, and those that come with them."""
-        if self.processor_text is not None:
-            return list(self.processor_text.image_spans)
-        ends = np.cumsum([len(rows) for rows in self.image_rows], dtype=np.int64)
-        last = np.flatnonzero(self.is_image)[ends - 1].tolist() if len(ends) else []
-        return [(end + 1 - len(rows), end + 1) for end, rows in zip(last, self.image_rows, strict=True)]
-
-    @property
-    def num_labels(self) -> int:
-        """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
-        return int((self.labels[1:] != IGNORE).sum())
-
-    def place(self, number: int) -> int:
-        """Return the index of an image among those of the record."""
-        return number if self.places is None else self.places[number]
-
-
-@dataclass(frozen=True)
-class MeasuredSample:
-    """A record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated (`at`)."""
-
-    sample: Sample
-    whole: Sample
-    at: dict[int, Sample]
-    """Truncated samples by those maximum lengths that are below the length of the whole sample."""
-
-
 class AnswerEncoder(ABC):
     """Encodes records with labels for exactly the answers, including the text that ends an answer (`labels=exact`)."""
 
@@ -124,6 +45,7 @@ class AnswerEncoder(ABC):
     max_length: int
     too_long: TooLong
     special_tokens: SpecialTokens
+    teaching: Teaching
 
     @property
     @abstractmethod
@@ -133,17 +55,57 @@ class AnswerEncoder(ABC):
 
     @abstractmethod
     def whole(self, record: Record, longest: int) -> Sample:
-        """Encode a record without truncation. Texts of more than LONG characters may be shortened; then the first
-        `longest` tokens are right, and there are more."""
+        """Encode a record as one sample, without truncation. Texts of more than LONG characters may be shortened; then
+        the first `longest` tokens are right, and there are more."""
+
+    @abstractmethod
+    def answer(self, answer: AnswerSegments, record: Record, longest: int) -> Sample:
+        """Encode one answer of a record with its prompt, likewise."""
+
+    @property
+    @abstractmethod
+    def writer(self) -> AnswerWriter:
+        """Writes the answers of records with the model's own chat template."""
+
+    def samples(self, record: Record, longest: int, turns: tuple[int, int] | None = None) -> list[Sample]:
+        """Encode a record without truncation, as one sample, or as several if the model's own chat template writes
+        earlier turns in another way once others follow.
+
+        Args:
+            longest: number of tokens of each sample that are right at least; see `whole`.
+            turns: indices of the first and the last answer of the sample that is to be encoded; None: all.
+
+        Raises:
+            DataError: the record is invalid, or cannot be learnt as the settings say.
+        """
+        form = self.template
+        if not isinstance(form, ChatTemplate):
+            return [self.whole(self.teaching.record(record, None), longest)]
+        record = self.teaching.record(record, form.features)
+        if turns is None and is_plain(record) and not self.teaching.hides_empty(form):
+            try:
+                sample = self.whole(record, longest)
+            except DataError as error:
+                if error.kind is not Kind.chat_template:
+                    raise
+            else:
+                if not sample.unlearnt:
+                    return [sample]
+        answers = self.writer.answers(record, turns)
+        found = join_samples(((own.turn, self.answer(own, record, longest)) for own in answers), self.tokenizer)
+        if not found:
+            raise DataError(f"{record.where}: none of its answers is to be learnt; take it out", Kind.no_labels)
+        return found
 
     def cut(self, record: Record, whole: Sample) -> Sample:
         """Truncate the sample of a record to `max_length` tokens. Raise DataError if this cannot be done."""
         return truncate(whole, self.max_length)
 
-    def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; return None if it is skipped because it is too long (`data.too_long=skip`). Raise DataError
-        if the record is invalid, or is too long with `data.too_long=fail`."""
-        whole = self.whole(record, self.max_length)
+    def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample | None:
+        """Encode a record, or its sample with the answers from one turn to another (`Sample.turns`). Return None if it
+        is skipped because it is too long (`data.too_long=skip`). Raise DataError if the record is invalid, or is too
+        long with `data.too_long=fail`."""
+        whole = self.samples(record, self.max_length, turns)[0]
         if len(whole.input_ids) <= self.max_length:
             return whole
         if self.too_long is TooLong.fail:
@@ -154,16 +116,18 @@ class AnswerEncoder(ABC):
             )
         return None if self.too_long is TooLong.skip else self.cut(record, whole)
 
-    def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
-        """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
-        Raise DataError if it is invalid. What is much longer than all of these lengths is shortened also without
-        truncation."""
-        whole = self.whole(record, max(*limits, self.max_length))
-        length = len(whole.input_ids)
-        over = {n: truncate(whole, n) for n in limits if n < length}
-        if self.max_length < length:
-            over[self.max_length] = self.cut(record, whole)
-        return MeasuredSample(over.get(self.max_length, whole), whole, over)
+    def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
+        """Encode each sample of a record as in training, without truncation, and truncated to each of several lengths
+        that it exceeds. Raise DataError if the record is invalid. What is much longer than all of these lengths is
+        shortened also without truncation."""
+        found = []
+        for whole in self.samples(record, max(*limits, self.max_length)):
+            length = len(whole.input_ids)
+            over = {n: truncate(whole, n) for n in limits if n < length}
+            if self.max_length < length:
+                over[self.max_length] = self.cut(record, whole)
+            found.append(MeasuredSample(over.get(self.max_length, whole), whole, over))
+        return found
 
     def shortened(self, segments: list[Segment], longest: int) -> list[Segment]:
         """Return segments of which texts of more than LONG characters keep only their beginning, if this alone has more
@@ -187,24 +151,39 @@ class ExactEncoder(AnswerEncoder):
     start_end: bool = False
     """Whether to put `<im_start>` and `<im_end>` around each image."""
     special_tokens: SpecialTokens = SpecialTokens.text
+    teaching: Teaching = DEFAULT
 
     @property
     def fingerprint(self) -> str:
-        form = f"{self.template} {self.start_end} {self.special_tokens.value}"
+        form = f"{self.template} {self.start_end} {self.special_tokens.value} {self.teaching}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
+
+    @property
+    def writer(self) -> AnswerWriter:
+        assert isinstance(self.template, ChatTemplate)
+        return AnswerWriter(self.template, self.teaching, self.special_tokens, self.start_end)
+
+    def answer(self, answer: AnswerSegments, record: Record, longest: int) -> Sample:
+        return self.encode(self.shortened(answer.segments, longest), record, answer.images)
 
     def whole(self, record: Record, longest: int) -> Sample:
         """Encode a record without truncation; of very long texts, only so much that its first `longest` tokens are
         right."""
-        rows = [self.image_rows(record, n) for n in range(len(record.images))]
         segments = self.shortened(render(record, self.template, self.start_end), longest)
-        lengths = [len(r) for r in rows]
-        if not isinstance(self.template, ChatTemplate):
-            ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens)
-            return Sample(ids, labels, record.images, tuple(rows), positions_cut=0, labels_cut=0)
+        if isinstance(self.template, ChatTemplate):
+            return self.encode(segments, record, len(record.images))
+        rows = [self.image_rows(record, n) for n in range(len(record.images))]
+        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
+        return Sample(ids, labels, record.images, tuple(rows), positions_cut=0, labels_cut=0)
+
+    def encode(self, segments: list[Segment], record: Record, count: int) -> Sample:
+        """Encode the segments that the model's own chat template has written. `count`: number of images in them, the
+        first ones of the record."""
         form, special = self.template, self.special_tokens
-        made = encode_chat(segments, self.tokenizer, lengths, special, form.adds_bos, form.prompt_ends)
-        order = image_order(segments, len(rows))
+        assert isinstance(form, ChatTemplate)
+        rows = [self.image_rows(record, n) for n in range(count)]
+        made = encode_chat(segments, self.tokenizer, [len(r) for r in rows], special, form.adds_bos, form.prompt_ends)
+        order = image_order(segments, count)
         return Sample(
             made.ids,
             made.labels,
@@ -214,7 +193,14 @@ class ExactEncoder(AnswerEncoder):
             labels_cut=0,
             unlearnt=made.unlearnt,
             places=tuple(order) if order != sorted(order) else None,
+            prompt=made.prompt,
+            kinds=made.kinds,
         )
+
+
+def is_plain(record: Record) -> bool:
+    """Return whether a record has no tools, calls and thoughts."""
+    return not record.tools and all(turn.thought is None and not turn.calls for turn in record.turns)
 
 
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
@@ -246,6 +232,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
         positions_cut=len(ids) - cut,
         labels_cut=int((labels[cut:] != IGNORE).sum()),
         processor_text=text,
+        kinds=None if sample.kinds is None else sample.kinds[:cut],
     )
 
 
@@ -256,6 +243,7 @@ class OriginalEncoder:
     own: Original
     image_rows: ImageRows
     special_tokens: ClassVar[SpecialTokens] = SpecialTokens.parse
+    teaching: ClassVar[Teaching] = DEFAULT
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -274,8 +262,9 @@ class OriginalEncoder:
         own = self.own
         return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
 
-    def __call__(self, record: Record) -> Sample:
-        """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279)."""
+    def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample:
+        """Encode a record, which always is one sample, as LLaVA's dataset, collator and model do (LLaVA
+        train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
         # LLaVA drops padding after collation, and with it text tokens that have the id of padding
         kept = made.ids[: self.own.max_length] != self.own.pad_id
@@ -292,14 +281,15 @@ class OriginalEncoder:
         images = record.images[: len(rows)]
         return Sample(ids[:cut], labels[:cut], images, tuple(rows), positions_cut=beyond, labels_cut=lost)
 
-    def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
+    def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
         Raise DataError if LLaVA would fail at it."""
         check_like_original(record, self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample
         over = {n: self._at(record, n) for n in limits if n < len(whole.input_ids) and n != self.max_length}
-        return MeasuredSample(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
+        cut = {self.max_length: sample} if sample.positions_cut else {}
+        return [MeasuredSample(sample, whole, over | cut)]
 
     def _at(self, record: Record, max_length: int) -> Sample:
         """Encode a record with another maximum length. This may also change labels, because LLaVA makes them after

@@ -15,8 +15,8 @@ import numpy as np
 
 from llava_fsdp.config import SpecialTokens
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import Segment
-from llava_fsdp.data.text.tokenizer import Stretch, Tokenizer
+from llava_fsdp.data.text.conversation import AnswerPart, Segment
+from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
 
 PLACE = "\ue002"
 """Character that stands for an image in the text of a conversation while it is tokenized."""
@@ -34,6 +34,10 @@ class ChatIds:
     """int64 [length], not shifted: the token's own id if it has a label, else IGNORE."""
     unlearnt: int
     """Number of answers without labels, because later prompts show them with other tokens than a model generates."""
+    prompt: int = 0
+    """Number of tokens of the last answer's prompt; 0 if no answer has labels."""
+    kinds: np.ndarray | None = None
+    """Which part of an answer each token is (`AnswerPart`), int8 [length]; None if the segments do not tell."""
     image_spans: tuple[Stretch, ...] = ()
     """For each image, its range of tokens, in the order of the text; empty if `image_lengths` was given, as are the
     defaults of the two fields below."""
@@ -71,25 +75,34 @@ def encode_chat(
     ids, ends = chat.ids, chat.ends
     places = [bisect.bisect_right(ends, begin) for begin, _ in chat.images]
     marked = np.zeros(len(ids), dtype=bool)
+    kinds = chat.kinds_of(chat.begins)
+    prompt_length = 0
     unlearnt, is_apart = chat.unlearnt, False
     spans = [chat.tokens_in(begin, end) for begin, end in chat.images]
     for number, (begin, end) in enumerate(chat.targets):
         first, prompt = chat.prompt_end(begin)
         after = chat.first_from(end)
-        if ids[first : first + len(prompt)] == prompt:
-            marked[first + len(prompt) : after] = True
+        prompt_length = first + len(prompt)
+        if ids[first:prompt_length] == prompt:
+            marked[prompt_length:after] = True
+            for a, b in chat.context:  # tokens of these characters alone
+                marked[bisect.bisect_left(chat.begins, a) : bisect.bisect_right(ends, b)] = False
         # Else the whole text has other tokens, such as one that joins the prompt's end and the answer's beginning. A
         # model that reads the prompt never generates it.
         elif number + 1 < len(chat.targets):  # they stay, without labels: prompts of later answers have them
             unlearnt += 1
         else:  # the last answer: the prompt's end and the answer are tokenized apart, and replace these tokens
             answer = tokenizer.encode_rest(chat.text[begin:end], chat.special_in(begin, end))
-            ids = [*ids[:first], *prompt, *answer, *ids[after:]]
-            moved = first + len(prompt) + len(answer) - after
+            ids = [*ids[:first], *prompt, *(token.id for token in answer), *ids[after:]]
+            moved = prompt_length + len(answer) - after
             spans = [(a + moved, b + moved) if a >= after else (a, b) for a, b in spans]
             is_apart = True
-            labelled = [marked[:first], np.zeros(len(prompt), bool), np.ones(len(answer), bool), marked[after:]]
-            marked = np.concatenate(labelled)
+            own = [not chat.is_context(token, begin) for token in answer]
+            marked = np.concatenate([marked[:first], np.zeros(len(prompt), bool), np.array(own, bool), marked[after:]])
+            if kinds is not None:
+                own_kinds = chat.kinds_of([begin + token.begin for token in answer])
+                assert own_kinds is not None
+                kinds = np.concatenate([kinds[:first], np.zeros(len(prompt), np.int8), own_kinds, kinds[after:]])
     found = np.array(ids, dtype=np.int64)
     labels = np.where(marked, found, IGNORE)
     # each image's tokens go in before the text token that follows the image
@@ -99,12 +112,18 @@ def encode_chat(
     is_text[at + np.arange(len(at))] = False
     made = np.full((2, len(is_text)), [[IMAGE_ID], [IGNORE]], dtype=np.int64)
     made[:, is_text] = found, labels
+    if kinds is not None:
+        shown, kinds = kinds, np.zeros(len(is_text), dtype=np.int8)
+        kinds[is_text] = shown
+    prompt_length += int((at < prompt_length).sum())
     if adds_bos and tokenizer.bos is not None:
         made = np.insert(made, 0, [tokenizer.bos, IGNORE], axis=1)
         spans = [(a + 1, b + 1) for a, b in spans]
+        kinds = None if kinds is None else np.insert(kinds, 0, 0)
+        prompt_length += 1
     if has_places:
-        return ChatIds(made[0], made[1], unlearnt)
-    return ChatIds(made[0], made[1], unlearnt, tuple(spans), is_apart, chat.hides_special)
+        return ChatIds(made[0], made[1], unlearnt, prompt_length, kinds)
+    return ChatIds(made[0], made[1], unlearnt, prompt_length, kinds, tuple(spans), is_apart, chat.hides_special)
 
 
 class TokenizedChat:
@@ -130,6 +149,10 @@ class TokenizedChat:
         """Range of characters of each image."""
         self.targets: list[Stretch] = []
         """Range of characters of each answer that may have labels, with what ends it."""
+        self.context: list[Stretch] = []
+        """Ranges of characters of an answer that have no labels: a thought that is only read."""
+        self.kinds = [(begin, own.kind) for begin, own in zip(starts, segments, strict=False)]
+        """The first character of each segment, and what part of an answer the segment is."""
         self.unlearnt = 0
         """Number of answers that have no labels because of what the template writes."""
         self.records: list[Stretch] = []
@@ -143,6 +166,8 @@ class TokenizedChat:
                 self.unlearnt += 1
             elif segment.supervised and self.targets:
                 self.targets[-1] = (self.targets[-1][0], end)
+            elif segment.kind is AnswerPart.thought:
+                self.context.append((begin, end))
             if segment.from_record and begin < end:
                 self.records.append((begin, end))
         special = self.find_special(segments, texts, special_tokens is SpecialTokens.parse)
@@ -165,6 +190,18 @@ class TokenizedChat:
             found += [] if from_record else [(at + a, at + b) for a, b in self.tokenizer.find_special(text)]
             at += len(text)
         return found
+
+    def is_context(self, token: Token, begin: int) -> bool:
+        """Return whether all characters of a token, counted from `begin`, have no labels."""
+        return any(a <= begin + token.begin and begin + token.end <= b for a, b in self.context)
+
+    def kinds_of(self, begins: Sequence[int]) -> np.ndarray | None:
+        """Return which part of an answer the tokens are that begin at some characters, int8 [tokens]; None if no
+        segment tells."""
+        if not any(kind for _, kind in self.kinds):
+            return None
+        firsts, kinds = zip(*self.kinds, strict=True)
+        return np.array(kinds, dtype=np.int8)[np.searchsorted(firsts, begins, side="right") - 1]
 
     def special_in(self, begin: int, end: int) -> list[Stretch]:
         """Return the special tokens and images in a range of characters, counted from its beginning."""

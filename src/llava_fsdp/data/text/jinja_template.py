@@ -20,9 +20,21 @@ from typing import Any
 from llava_fsdp.config import OWN_TEMPLATE as OWN
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
+from llava_fsdp.data.text.answer_target import Asked
 from llava_fsdp.data.text.bounded_jinja import BREAKS, TemplateRefused, render
+from llava_fsdp.data.text.chat_features import Features, learn_features
 from llava_fsdp.data.text.chat_layout import MARK, MARKS, Layout, Unfit, learn
-from llava_fsdp.data.text.message_parts import IMAGE, ROLES, TEXT, VIDEO, Message, divide, parse_shape, shape_of
+from llava_fsdp.data.text.message_parts import (
+    IMAGE,
+    ROLES,
+    TEXT,
+    VIDEO,
+    Message,
+    MessageForm,
+    divide,
+    parse_shape,
+    shape_of,
+)
 from llava_fsdp.data.text.templates import Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -87,6 +99,19 @@ class ChatPiece:
     """Whether the prompt for generation ends before this piece, in a conversation that goes on with an answer."""
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """How a conversation is rendered with a chat template."""
+
+    ask: bool
+    """Whether the text ends with the beginning of an answer, as for generation."""
+    form: MessageForm
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the tools that answers may call."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template in addition to those of `ChatTemplate`."""
+
+
 @dataclass(frozen=True, repr=False)
 class ChatTemplate:
     """A language model's own chat template."""
@@ -94,8 +119,8 @@ class ChatTemplate:
     code: str
     """Jinja code."""
     path: Path
-    variables: dict[str, str]
-    """{variable of the template: special token}."""
+    variables: dict[str, Any]
+    """{variable of the template: special token, or another value that all conversations get}."""
     tokenizer: Tokenizer
     parts: bool = False
     """Whether the content of a message is a list of parts; otherwise it is text."""
@@ -103,6 +128,8 @@ class ChatTemplate:
     """How a whole model takes images, as parts of messages; None: images are tags in the text of a message."""
     layouts: dict[str, Layout | str] = field(default_factory=dict, compare=False)
     """{shape of a conversation: its Layout, or the reason why the template cannot be used for it}."""
+    known: Features | None = field(default=None, compare=False)
+    """The features of the template, if they are known."""
     prompt_ends: dict[str, list[int]] = field(default_factory=dict, compare=False)
     """{end of a prompt, from its last special token on: its token ids}, filled while records are encoded."""
 
@@ -131,7 +158,10 @@ class ChatTemplate:
     @property
     def stop(self) -> str:
         """The text that ends an answer. Raises Unfit if there is no special token in it."""
-        return self._stop
+        try:
+            return self._stop
+        except Unfit:
+            return self.features.stop
 
     @cached_property
     def _stop(self) -> str:
@@ -154,10 +184,36 @@ class ChatTemplate:
 
     @cached_property
     def begin(self) -> str:
-        """The text that a model writes before an answer, such as an empty thought; empty if it is white space."""
-        frame = self.layout("hg").frames[-2]
+        """The text that a model writes before an answer, such as an empty thought; empty if it is white space, or not
+        the same for all answers."""
+        try:
+            frame = self.layout("hg").frames[-2]
+        except Unfit:
+            return ""
         between = frame.text[len(frame.text) - frame.before :]
         return between if between.strip() else ""
+
+    @cached_property
+    def writes_empty_thought(self) -> bool:
+        """Whether the template writes an empty thought before an answer that has none."""
+        try:
+            own = self.features
+            empty = "".join(f"{own.thought_begin}{own.thought_end}".split())
+            return bool(own.thought_begin.strip()) and "".join(self.begin.split()) == empty
+        except Unfit:
+            return False
+
+    @cached_property
+    def thought(self) -> tuple[str, str]:
+        """The texts that a model writes before and after the thought of an answer; the second is empty if the prompts
+        of this template ask for none."""
+        try:
+            own = self.features
+        except Unfit:
+            return "", ""
+        return (
+            ("", "") if own.switch and self.variables.get(own.switch) is False else (own.thought_begin, own.thought_end)
+        )
 
     def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[ChatPiece]:
         """Render the turns of a conversation. If the last turn is a question, the text is the prompt for its answer.
@@ -211,6 +267,18 @@ class ChatTemplate:
         yield from pieces(last.text[: last.end], True)
         yield from pieces(last.text[last.end :], False)
 
+    @cached_property
+    def features(self) -> Features:
+        """What the template reads of answers beside their text. Raises Unfit if the template cannot be used."""
+        return self.known or learn_features(self)
+
+    def write_text(
+        self, messages: Sequence[Message], ask: bool, form: MessageForm, tools: Sequence[Any] = (), **variables: Any
+    ) -> str:
+        """Render messages; with `ask`, with the generation prompt. `variables` go before those of the template. Raise
+        Unfit if the template fails."""
+        return self.render(messages, how=Rendering(ask, form, tuple(tools), variables))
+
     def layout(self, shape: str, has_labels: bool = True) -> Layout:
         """Return the layout of conversations of one shape, such as `hg` for a question (human) and an answer (gpt); see
         `shape_of`. The result is cached. Raise Unfit if the template cannot be used for them."""
@@ -240,15 +308,15 @@ class ChatTemplate:
             raise Unfit(f"leaves turns out, or repeats them, in a conversation of {spell(messages)}")
         return order, MARKS.split(text)[::2]
 
-    def render(self, messages: Sequence[Message], most: float = math.inf) -> str:
+    def render(self, messages: Sequence[Message], most: float = math.inf, how: Rendering | None = None) -> str:
         """Render a conversation; raise Unfit if the template fails, or takes too much memory, or more than `most`
         seconds of processor time. If the last message is no answer, the text ends with the beginning of an answer, as
-        for generation."""
-        made = [
-            {"role": ROLES[message.role], "content": message.content() if self.parts else message.texts[0]}
-            for message in messages
-        ]
-        keys: dict[str, Any] = {"add_generation_prompt": messages[-1].role != "gpt", **self.variables}
+        for generation; `how` may say otherwise."""
+        how = how or Rendering(messages[-1].role != "gpt", MessageForm(self.parts))
+        made = [message.to_template(how.form) for message in messages]
+        keys: dict[str, Any] = {"add_generation_prompt": how.ask, **self.variables, **how.variables}
+        if how.tools:
+            keys["tools"] = list(how.tools)
         try:
             text, seconds = render(self.code, made, keys)
         except TemplateRefused as error:
@@ -422,5 +490,19 @@ def unfit(chat_template: ChatTemplate) -> str | None:
         if chat_template.images is not None:
             chat_template.layout("hitg")
     except Unfit as reason:
-        return str(reason)
+        return None if teaches(chat_template) else str(reason)
     return None
+
+
+def teaches(chat_template: ChatTemplate) -> bool:
+    """Return whether a template whose conversations have no layout can be used for answers one by one: for one with a
+    thought, or for one without."""
+    shape = "t" if chat_template.images is None else f"{IMAGE}t"
+    for thought in (None, "It is red."):
+        turns = [Message("human", shape, ("What is it?",)), Message("gpt", TEXT, ("A cat.",), thought=thought)]
+        try:
+            Asked(chat_template, chat_template.features, turns, ()).target(1)
+            return True
+        except Unfit:
+            continue
+    return False

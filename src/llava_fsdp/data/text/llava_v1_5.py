@@ -14,7 +14,7 @@ import numpy as np
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import image_tag, role_cure
+from llava_fsdp.data.text.conversation import image_tag, refuse_tools, role_cure
 from llava_fsdp.data.text.templates import Style, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import DataError
@@ -62,6 +62,7 @@ def encode_like_original(record: Record, settings: Original) -> Tokens:
 def check_like_original(record: Record, settings: Original) -> None:
     """Raise DataError if LLaVA would fail at a record. To save time, the record is tokenized only if it has more image
     tags than images."""
+    refuse_tools(record)
     turns = list(record.turns)
     if not all(turn.learnt for turn in turns):
         raise DataError(

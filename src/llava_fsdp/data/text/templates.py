@@ -65,6 +65,7 @@ class Template:
     adds_bos = True
     """Whether the tokenizer's BOS token, if it has one, is put before the text."""
     begin = ""
+    thought = ("", "")
     """Text that a model writes before an answer, apart from white space."""
 
     @cached_property

@@ -75,16 +75,17 @@ class Tokenizer(ABC):
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
         return [token.id for token in self.encode(text, special)]
 
-    def encode_rest(self, text: str, special: list[Stretch]) -> list[int]:
-        """Return the token ids of a text that continues another one: without the space that some tokenizers put before
-        a text."""
+    def encode_rest(self, text: str, special: list[Stretch]) -> list[Token]:
+        """Return the tokens of a text that continues another one: without the space that some tokenizers put before a
+        text."""
         for lead in ("\n", "a", "."):
             shifted = [(begin + len(lead), end + len(lead)) for begin, end in special]
-            ids = [token.id for token in self.encode(lead + text, shifted)]
+            tokens = self.encode(lead + text, shifted)
             before = [token.id for token in self.encode(lead, [])]
-            if ids[: len(before)] == before:
-                return ids[len(before) :]
-        return [token.id for token in self.encode(text, special)]
+            if [token.id for token in tokens[: len(before)]] == before:
+                rest = tokens[len(before) :]
+                return [Token(own.id, max(own.begin - len(lead), 0), max(own.end - len(lead), 0)) for own in rest]
+        return self.encode(text, special)
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:

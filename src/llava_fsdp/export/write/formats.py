@@ -32,6 +32,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.detokenize import eos_ids
 from llava_fsdp.data.text.jinja_template import is_own, open_template
+from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
 from llava_fsdp.export.write.folded_head import fields_of_folded_head, with_folded_head
 from llava_fsdp.export.write.generation_file import find_ends, generation_fields, write_generation
@@ -107,6 +108,7 @@ class SourceModel:
             name.
         history: id of the training, stage and step that produced the model, and the parts that were trained.
         video_sampling: how frames of a video are selected, if the model takes videos.
+        teaching: what was learnt of thoughts, which decides how the model is asked; None if it is not known.
     """
 
     model: Llava
@@ -122,6 +124,7 @@ class SourceModel:
     renamed_tower: str | None
     history: dict[str, Any]
     video_sampling: VideoSampling = field(default_factory=VideoSampling)
+    teaching: Teaching | None = None
 
     @property
     def sampling(self) -> VideoSampling | None:
@@ -160,6 +163,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
         max_tiles=cfg.data.max_tiles,
         pixels=Pixels.llava_v1_5 if cfg.data.pixels is Pixels.llava_v1_5 else Pixels.exact,
         special_tokens=cfg.trained_special_tokens,
+        teaching=Teaching.of_config(cfg.data),
         max_length=cfg.data.max_length,
         language=language,
         vision=vision,
@@ -231,6 +235,7 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str
         "max_tiles": source.max_tiles,
         "pixels": source.pixels.value,
         "special_tokens": source.special_tokens.value,
+        **({} if source.teaching is None else {"teaching": str(source.teaching)}),
         "max_length": source.max_length,
         "vocab_size": source.vocabulary,
         "image_start_end": source.model.cfg.image_start_end,

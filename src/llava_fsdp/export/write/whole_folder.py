@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import Config, FolderFormat, SpecialTokens
 from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.export.write.generation_file import write_generation_of_class
 from llava_fsdp.export.write.weights_writer import ReadPart, Weights, with_values, write_shards
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
@@ -60,6 +61,7 @@ class WholeSource:
         special_tokens: how special tokens in a text are tokenized.
         history: id of the training, stage and step that produced the model, and the parts that were trained.
         video_fps: value of `data.video_fps` in training; `video_frames` likewise.
+        teaching: what was learnt of thoughts, which decides how the model is asked; None if it is not known.
     """
 
     model: Architecture
@@ -69,6 +71,7 @@ class WholeSource:
     history: dict[str, Any]
     video_fps: float | None = None
     video_frames: int | None = None
+    teaching: Teaching | None = None
 
     template = OWN
     """The conversation template is always the one in the folder."""
@@ -98,17 +101,29 @@ class WholeSource:
     @property
     def settings(self) -> dict[str, Any]:
         """What `llava_fsdp.json` says of the model."""
-        numbers = {"max_length": self.max_length, "video_fps": self.video_fps, "video_frames": self.video_frames}
-        given = {key: value for key, value in numbers.items() if value is not None}
+        values = {
+            "max_length": self.max_length,
+            "video_fps": self.video_fps,
+            "video_frames": self.video_frames,
+            "teaching": None if self.teaching is None else str(self.teaching),
+        }
+        given = {key: value for key, value in values.items() if value is not None}
         return {**self.history, "special_tokens": self.special_tokens.value, **given}
 
 
 def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any]) -> WholeSource:
     """Return the description of a trained model, which may be sharded."""
     assert model.parts.whole is not None
-    data, special_tokens = cfg.data, cfg.trained_special_tokens
+    data = cfg.data
     return WholeSource(
-        model, model.parts.whole, data.max_length, special_tokens, history, data.video_fps, data.video_frames
+        model=model,
+        folder=model.parts.whole,
+        max_length=data.max_length,
+        special_tokens=cfg.trained_special_tokens,
+        history=history,
+        video_fps=data.video_fps,
+        video_frames=data.video_frames,
+        teaching=Teaching.of_config(data),
     )
 
 

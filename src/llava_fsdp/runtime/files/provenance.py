@@ -27,8 +27,8 @@ FILES, DIGEST = "files", "digest"
 KINDS: dict[str, Kinds] = {
     key: (kind, type(None))
     for kind, keys in {
-        str: ("run", "stage", "dtype", "template", "image_aspect_ratio", "pixels", "special_tokens", "base", DIGEST,
-              "language", "vision"),
+        str: ("run", "stage", "dtype", "template", "image_aspect_ratio", "pixels", "special_tokens", "teaching", "base",
+              DIGEST, "language", "vision"),
         int: ("step", "seed", "max_length", "max_tiles", "video_frames"),
         float: ("video_fps",),
         list: ("train", "grid_pinpoints"),

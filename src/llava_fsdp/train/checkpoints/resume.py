@@ -16,7 +16,17 @@ from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import OWN_PARTS, without_enums
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
-from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
+from llava_fsdp.config import (
+    Answers,
+    Config,
+    DType,
+    EmptyThoughts,
+    History,
+    LoraConfig,
+    Part,
+    QuantizeConfig,
+    Thoughts,
+)
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.data.images.video import VideoSampling
@@ -324,8 +334,17 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of the run that wrote a checkpoint (entry `config` of `state.json`): dotted key ->
     value."""
-    # older checkpoints, whose runs used neither adapters nor quantization, lack these keys
-    added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
+    # older checkpoints lack these keys: their runs had neither adapters, quantization nor thoughts, and learnt the
+    # empty thought of a chat template
+    added = {
+        "model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())},
+        "data": {
+            "thoughts": Thoughts.refuse,
+            "empty_thoughts": EmptyThoughts.train,
+            "history": History.template,
+            "answers": Answers.all,
+        },
+    }
     return flat(without_enums(added)) | flat(present_tree(config))
 
 

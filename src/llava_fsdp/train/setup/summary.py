@@ -207,7 +207,8 @@ def describe_data(cfg: Config, records: Records) -> str:
     long = f", {records.num_too_long:,} skipped as too long" if records.num_too_long else ""
     examined = records.index.examined
     images = f"; {examined.summary}" if examined is not None else ""
-    return f"{files}: {len(records):,} records{wrong}{long}{images}"
+    several = f", {len(records):,} samples" if len(records) != records.num_records else ""
+    return f"{files}: {records.num_records:,} records{several}{wrong}{long}{images}"
 
 
 def describe_held_out(cfg: Config, held_out: HeldOut) -> str:

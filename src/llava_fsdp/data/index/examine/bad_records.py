@@ -29,7 +29,6 @@ WARNINGS = {
     Kind.no_labels: "have no label tokens",
     Kind.too_long: "are longer than data.max_length, and are truncated",
     Kind.duplicate_id: "have the id of an earlier one",
-    Kind.unlearnt_answer: "have earlier answers that are not trained, as the chat template writes them anew for later",
 }
 """{kind of problem: warning about records that have it and are trained on}, to follow the number of these records."""
 

@@ -13,9 +13,10 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.records.record import INLINE, Record, is_video
 from llava_fsdp.data.text.constants import IGNORE
-from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.data.text.conversation import AnswerPart, asked_turns
 from llava_fsdp.data.text.detokenize import spell
-from llava_fsdp.data.text.encode import AnswerEncoder, Encoder, Sample
+from llava_fsdp.data.text.encode import AnswerEncoder, Encoder
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.report.examples import Example, Gap, Images, Text
 from llava_fsdp.runtime.errors import DataError
 
@@ -57,7 +58,7 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageS
     example = Example(file.name, file.path, store.line(index_number), index, store.id_of(index_number))
     try:
         record = records[number]
-        sample = encoder(record)
+        sample = encoder(record, records.turns(number))
         assert sample is not None, "a record that is too long is not trained on"
         parts = tuple(parts_of(record, sample, encoder, reader))
     except DataError as error:
@@ -85,7 +86,8 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
     counts_in_loss = sample.labels != IGNORE
     counts_in_loss[:1] = False  # the first token is never predicted, so its label does not count
     ends = np.array([end for _, end in spans], dtype=np.int64)
-    changes = np.flatnonzero(np.diff(counts_in_loss + 2 * is_image.astype(np.int8))) + 1
+    kinds = np.zeros(len(ids), dtype=np.int8) if sample.kinds is None else sample.kinds
+    changes = np.flatnonzero(np.diff(counts_in_loss + 2 * is_image.astype(np.int8) + 4 * kinds)) + 1
     hidden, roles, room = hidden_range(is_image), Roles(record, sample, counts_in_loss, encoder), TILES
     bounds = sorted({0, *ends.tolist(), *changes.tolist(), *hidden, len(ids)})
     for begin, end in itertools.pairwise(bounds):
@@ -101,7 +103,9 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
             yield shown
         else:
             pieces = [(piece.text, piece.is_special) for piece in spell(encoder.tokenizer, ids[begin:end].tolist())]
-            yield Text(roles.role_of(begin), bool(counts_in_loss[begin]), end - begin, pieces)
+            part = AnswerPart(int(kinds[begin]))
+            role = roles.role_of(begin) if part is AnswerPart.other else f"gpt, {part.name}"
+            yield Text(role, bool(counts_in_loss[begin]), end - begin, pieces, part.name)
 
 
 def hidden_range(is_image: np.ndarray) -> tuple[int, int]:

@@ -111,7 +111,10 @@ class AnswerGenerator:
         rows_by_number = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompt = self.prompt_of([row for _, row in rows_by_number])
         begin = self.loader.steps.encoder.template.begin
-        texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in rows_by_number]
+        texts = [
+            AnswerText(self.tokenizer, self.stop, self.stops, begin, self.questions[number].thought)
+            for number, _ in rows_by_number
+        ]
 
         def push(chosen: torch.Tensor) -> bool:
             """Add the next token of each row to its text. Return whether all ranks go on. Collective."""

@@ -1,0 +1,218 @@
+"""The answers of a conversation that are to be learnt, each as the segments of its prompt and of what must be generated
+behind it, written by a model's own chat template (see answer_target.py)."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llava_fsdp.config import EmptyThoughts, SpecialTokens, Thoughts
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Call, Record, Turn
+from llava_fsdp.data.text.answer_target import BREAK, Asked, Target, guard
+from llava_fsdp.data.text.chat_layout import Unfit
+from llava_fsdp.data.text.conversation import (
+    AnswerPart,
+    Segment,
+    asked_turns,
+    check_turns,
+    image_first,
+    image_tag,
+    prompt,
+    without_bos,
+)
+from llava_fsdp.data.text.jinja_template import ChatTemplate
+from llava_fsdp.data.text.message_parts import IMAGE, TEXT, VIDEO, Message, divide, media_of
+from llava_fsdp.data.text.teaching import Teaching
+from llava_fsdp.runtime.errors import DataError
+
+PICTURE = "\ue006"
+"""Character that stands for an image in a text while it is rendered, with a template that gets no images as parts."""
+
+
+@dataclass(frozen=True)
+class AnswerSegments:
+    """An answer to be learnt."""
+
+    turn: int
+    """Index of the answer among the record's turns (`asked_turns`)."""
+    segments: list[Segment]
+    """The text of the prompt, and of the answer."""
+    images: int
+    """Number of images (and videos) in the prompt: the first ones of the record."""
+
+
+@dataclass(frozen=True)
+class AnswerWriter:
+    """Writes the answers of records with a model's own chat template."""
+
+    template: ChatTemplate
+    teaching: Teaching
+    special_tokens: SpecialTokens
+    start_end: bool = False
+    """Whether to put `<im_start>` and `<im_end>` around each image."""
+
+    def answers(self, record: Record, turns: tuple[int, int] | None = None) -> Iterator[AnswerSegments]:
+        """Yield the answers of a record that are to be learnt, in order.
+
+        Args:
+            turns: indices of the first and the last answer to yield; None: all.
+
+        Raises:
+            DataError: the turns of the record are wrong, or the template cannot be trained with them.
+        """
+        check_turns(record)
+        own, media = asked_turns(record), media_of(record.images)
+        if record.tools and not self.template.features.tools:
+            raise self.refused(record, "leaves the tools out")
+        messages = self.messages(own, media)
+        asked = Asked(self.template, self.template.features, messages, guarded(list(record.tools), self.guard))
+        first, last = turns or (0, len(own))
+        for number, turn in enumerate(own):
+            if turn.role != "gpt" or not turn.learnt or not first <= number <= last:
+                continue
+            try:
+                found = asked.target(number)
+                yield self.segments(found, number, messages, media)
+            except Unfit as unfit:
+                raise self.refused(record, str(unfit)) from unfit
+
+    def refused(self, record: Record, why: str) -> DataError:
+        return DataError(
+            f"{record.where}: the chat template {self.template.path} {why}; take the record out, or set "
+            "data.template=chatml or another of LLaVA's",
+            Kind.chat_template,
+        )
+
+    def question(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> list[Segment]:
+        """Return the prompt for the answer to a conversation's last turn, which is a question or the result of a call.
+        `media`: the kinds of the conversation's images and videos. Raise Unfit if the template refuses or changes the
+        turns."""
+        messages = self.messages(turns, media)
+        asked = Asked(self.template, self.template.features, messages, guarded(list(tools), self.guard))
+        return self.prompt(asked.prompt(len(messages), {}), messages, media)
+
+    def messages(self, turns: Sequence[Turn], media: str) -> list[Message]:
+        """Return the turns as messages with guarded texts."""
+        form = self.template
+        if form.images is not None:
+            divided = divide(turns, media)
+        else:
+            divided = [
+                Message(
+                    turn.role, TEXT, (self.with_pictures(turn, bool(media)),), turn.learnt, turn.thought, turn.calls
+                )
+                for turn in turns
+            ]
+        return [
+            replace(
+                own,
+                texts=tuple(map(self.guard, own.texts)),
+                thought=None if own.thought is None else self.guard(own.thought),
+                calls=tuple(
+                    Call(self.guard(call.name), guarded(call.arguments, self.guard), call.id) for call in own.calls
+                ),
+            )
+            for own in divided
+        ]
+
+    def with_pictures(self, turn: Turn, has_images: bool) -> str:
+        """Return the text of a turn with PICTURE in the place of each image tag."""
+        if not has_images or turn.role not in READS_IMAGES:
+            return turn.text
+        text = image_first(turn.text, has_images) if turn.role == "human" else turn.text
+        return text.replace(IMAGE_TAG, PICTURE)
+
+    def guard(self, text: str) -> str:
+        """Return a text with BREAK in everything that could be taken for what the template writes."""
+        special = [] if self.special_tokens is SpecialTokens.parse else self.template.tokenizer.find_special(text)
+        if self.template.images is not None:
+            named = re.compile("|".join(map(re.escape, self.template.placeholders.values())))
+            special = sorted({*special, *(found.span() for found in named.finditer(text))})
+        return guard(text, special) if special else text
+
+    def segments(self, target: Target, turn: int, messages: Sequence[Message], media: str) -> AnswerSegments:
+        """Return the segments of an answer's prompt and of the answer."""
+        teaching, before = self.teaching, messages[:turn]
+        prompt = self.prompt(target.prompt, before, media)
+        is_context = teaching.thoughts is Thoughts.context and target.thought is not None
+        is_context |= teaching.empty_thoughts is EmptyThoughts.context and target.is_thought_empty
+        text, begin = target.text, target.begin
+        behind = target.said[1] if target.said is not None else begin
+        parts = [
+            (text[:begin], AnswerPart.thought),
+            (text[begin : behind if target.said else begin], AnswerPart.text),
+            (text[behind:], AnswerPart.calls if messages[turn].calls else AnswerPart.text),
+        ]
+        answer = [Segment("", True, begins_answer=True)]
+        for own, kind in parts:
+            learnt = not (is_context and kind is AnswerPart.thought)
+            answer += cut(own, Segment("", learnt, kind=kind))
+        return AnswerSegments(turn, [*prompt, *answer], count_images(before))
+
+    def prompt(self, text: str, messages: Sequence[Message], media: str) -> list[Segment]:
+        """Return the segments of a prompt. Raise Unfit if it has not all images of its messages."""
+        form = self.template
+        kinds = {PICTURE: IMAGE} if form.images is None else {own: kind for kind, own in form.placeholders.items()}
+        numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
+        if form.images is None:
+            numbers[IMAGE] = iter(range(len(media)))
+        before, after = image_tag(form, self.start_end).split(IMAGE_TAG)
+        segments: list[Segment] = []
+        found = 0
+        for piece in re.split("(" + "|".join(map(re.escape, kinds)) + ")", text) if media else [text]:
+            if piece in kinds and media:
+                found += 1
+                number = next(numbers[kinds[piece]], None)
+                segments += [Segment(before, False), Segment(IMAGE_TAG, False, image=number), Segment(after, False)]
+            elif piece:
+                segments += cut(piece, Segment("", False))
+        if found != count_images(messages):
+            raise Unfit(f"writes {found} of {count_images(messages)} images and videos of a conversation")
+        return without_bos(segments, form)
+
+
+def ask_segments(
+    turns: Sequence[Turn], writer: AnswerWriter, media: str, where: str, tools: Sequence[dict[str, Any]] = ()
+) -> list[Segment]:
+    """Return the prompt for the answer to a conversation's last turn, which may have thoughts, tools and calls.
+
+    Args:
+        media: the kinds of the conversation's images and videos (see `media_of`).
+        where: name of the conversation in messages.
+
+    Raises:
+        DataError: the template refuses or changes the turns.
+    """
+    if not tools and all(turn.thought is None and not turn.calls for turn in turns):
+        return prompt(turns, writer.template, writer.start_end, bool(media), where, media)
+    try:
+        return writer.question(turns, tools, media)
+    except Unfit as unfit:
+        raise DataError(f"{where}: the chat template {writer.template.path} {unfit}", Kind.chat_template) from unfit
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    return sum(len(own.kinds) - own.kinds.count(TEXT) + sum(text.count(PICTURE) for text in own.texts)
+               for own in messages)  # fmt: skip
+
+
+def cut(text: str, like: Segment) -> list[Segment]:
+    """Return the segments of a text with BREAK in it. At each BREAK stands an empty text that counts as one of the
+    record, so that what is on both sides makes no special token."""
+    first, *rest = text.split(BREAK)
+    made = [replace(like, text=first)] if first else []
+    for own in rest:
+        made += [replace(like, from_record=True), replace(like, text=own)]
+    return made
+
+
+def guarded(value: Any, protect: Any) -> Any:
+    """Return a JSON value with all its texts and keys guarded by the function `protect`."""
+    if isinstance(value, str):
+        return protect(value)
+    if isinstance(value, list):
+        return [guarded(own, protect) for own in value]
+    if isinstance(value, dict):
+        return {protect(key): guarded(own, protect) for key, own in value.items()}
+    return value

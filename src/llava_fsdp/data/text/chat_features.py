@@ -1,0 +1,226 @@
+"""Find out what a chat template (Jinja) reads of answers beside their text: thoughts, calls of tools, switches.
+
+Templates do not say it. So short conversations of marker texts are rendered, and a feature is there if it changes the
+text. A function raises Unfit if the template cannot be used at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from llava_fsdp.data.records.record import Call
+from llava_fsdp.data.text.chat_layout import MARK, Unfit, shared
+from llava_fsdp.data.text.message_parts import TEXT, Message, MessageForm
+from llava_fsdp.data.text.tokenizer import Tokenizer
+
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which templates read a thought."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables of templates that say whether the answer to come begins with a thought."""
+KEEP = {
+    "preserve_thinking": True, "keep_past_thinking": True, "clear_thinking": False, "truncate_history_thinking": False,
+}  # fmt: skip
+"""{variable of templates: value with which thoughts of earlier turns stay in prompts}."""
+OPENERS = {"<think>\n": "\n</think>\n\n", "<think>": "</think>"}
+"""{text with which a prompt opens a thought: text that ends the thought}, for templates that never show a thought
+(DeepSeek-R1): they lack the second text."""
+ASKED, SAID, NEXT, NEXT_SAID, THOUGHT, PLACE = (MARK.format(number) for number in range(6))
+"""Marker texts: a question, its answer, the next question, its answer, a thought, an argument of a call."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "description": "Where."}},
+            "required": ["place"],
+        },
+    },
+}
+"""A tool for trials."""
+
+
+class Renders(Protocol):
+    """A chat template, as this module needs it."""
+
+    @property
+    def code(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def parts(self) -> bool: ...
+    def write_text(
+        self, messages: Sequence[Message], ask: bool, form: MessageForm, tools: Sequence[Any] = (), **variables: Any
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a chat template reads of answers, and what it writes around them."""
+
+    form: MessageForm
+    """How messages are given to the template."""
+    stop: str
+    """Text that ends an answer without calls."""
+    next_stop: str = ""
+    """The end of `stop` that is the beginning of the next turn, if nothing else ends an answer (GLM-4.5)."""
+    call_stop: str = ""
+    """With `next_stop`, the text that begins the result of a call."""
+    switch: str | None = None
+    """Variable that says whether the answer to come begins with a thought; None without one."""
+    opener: str = ""
+    """Text with which a prompt opens a thought that the template never shows; empty without one."""
+    thought_begin: str = ""
+    """Text that a model writes before a thought; empty if the prompt has it."""
+    thought_end: str = ""
+    """Text that a model writes between a thought and the text of the answer; empty without thoughts."""
+    tools: bool = False
+    """Whether the template shows tools."""
+    keeps: tuple[str, bool] | None = None
+    """(Variable, value) with which thoughts of earlier turns stay in prompts; None without one."""
+
+    @property
+    def thoughts(self) -> bool:
+        """Whether a model with this template writes thoughts."""
+        return bool(self.form.thought or self.opener)
+
+
+def said(role: str, text: str, **more: Any) -> Message:
+    return Message(role, TEXT, (text,), **more)
+
+
+def learn_features(template: Renders) -> Features:
+    """Find out what a template reads, by about twenty renderings. Raise Unfit if it writes no question or no end of an
+    answer."""
+    form = find_form(template)
+    asked, answer = said("human", ASKED), said("gpt", SAID)
+    stop, next_stop = find_stop(template, form)
+    prompt = template.write_text([asked], True, form)
+    opener = rest_of(prompt, template.write_text([asked, answer], False, form)) if form.thought is None else ""
+    made = Features(
+        form, stop, next_stop, opener=opener if opener in OPENERS else "", tools=shows_tools(template, form)
+    )
+    made = replace(made, switch=find_switch(template, form), call_stop=find_call_stop(template, made))
+    begin, end = find_thought(template, made)
+    return replace(made, thought_begin=begin, thought_end=end, keeps=find_keeping(template, form))
+
+
+def attempt(
+    template: Renders, messages: Sequence[Message], ask: bool, form: MessageForm, tools: Sequence[Any] = (), **on: Any
+) -> str:
+    """Return a rendered text, see `Renders.write_text`; empty if the template fails."""
+    try:
+        return template.write_text(messages, ask, form, tools, **on)
+    except Unfit:
+        return ""
+
+
+def rest_of(text: str, other: str) -> str:
+    """Return what follows in a text after the beginning that it has in common with another one."""
+    return text[shared(text, other) :]
+
+
+def find_form(template: Renders) -> MessageForm:
+    """Find out under which key the template reads a thought, and in which form the arguments of a call."""
+    plain = MessageForm(template.parts)
+    asked = said("human", ASKED)
+    if ASKED not in template.write_text([asked], False, plain):
+        raise Unfit("leaves the text of a question out")
+    thinks = said("gpt", SAID, thought=THOUGHT)
+    call = Call("look", {"place": PLACE}, "abcdefghi")  # Mistral's templates take ids of nine letters
+    calls = said("gpt", "", calls=(call,))
+    form = plain
+    for as_text in (False, True):
+        own = replace(plain, text_arguments=as_text)
+        text = attempt(template, [asked, calls], False, own, [TOOL])
+        # an object that is written as Python writes it has the wrong quotes
+        if PLACE in text and (as_text or "{'" not in text.partition(PLACE)[0][-40:]):
+            form = own
+            break
+    for key in THOUGHT_KEYS:
+        own = replace(form, thought=key)
+        texts = (
+            attempt(template, [asked, thinks], False, own),
+            attempt(template, [asked, replace(calls, thought=THOUGHT)], False, own, [TOOL]),
+        )
+        if any(THOUGHT in text for text in texts):
+            return own
+    return form
+
+
+def find_stop(template: Renders, form: MessageForm) -> tuple[str, str]:
+    """Return the text that ends an answer: all up to the first special token behind it, and further ones that follow
+    directly and that an earlier answer has, too. If there is none behind the last answer, the special token with which
+    the next turn begins ends it; it is also the second result."""
+    turns = [said("human", ASKED), said("gpt", SAID), said("human", NEXT), said("gpt", NEXT_SAID)]
+    last = template.write_text(turns[:2], False, form).partition(SAID)[2]
+    whole = attempt(template, turns, False, form)
+    earlier = whole.partition(SAID)[2].partition(NEXT)[0]
+    ends: list[int] = []
+    for begin, end in template.tokenizer.find_special(last):
+        if not ends or (begin == ends[-1] and earlier.startswith(last[:end])):
+            ends.append(end)
+    if ends:
+        return last[: ends[-1]], ""
+    special = template.tokenizer.find_special(earlier)
+    if not special or not earlier.startswith(last) or special[0][0] < len(last):
+        raise Unfit("writes no special token after the last answer, so that a model would not learn to end one")
+    return earlier[: special[0][1]], earlier[len(last) : special[0][1]]
+
+
+def shows_tools(template: Renders, form: MessageForm) -> bool:
+    asked = [said("human", ASKED)]
+    bare = template.write_text(asked, True, form)
+    return attempt(template, asked, True, form, [TOOL]) not in ("", bare)
+
+
+def find_call_stop(template: Renders, features: Features) -> str:
+    """Return the special token with which the result of a call begins, if an answer ends where the next turn begins."""
+    if not features.next_stop:
+        return ""
+    call = Call("look", {"place": PLACE}, "abcdefghi")
+    turns = [said("human", ASKED), said("gpt", "", calls=(call,)), said("tool", SAID, calls=(call,))]
+    bare, whole = (attempt(template, turns[:end], False, features.form, [TOOL]) for end in (2, 3))
+    behind = rest_of(whole, bare)
+    special = template.tokenizer.find_special(behind)
+    return behind[: special[0][1]] if special else ""
+
+
+def find_switch(template: Renders, form: MessageForm) -> str | None:
+    """Return the variable that turns thoughts of the answer to come on and off."""
+    asked = [said("human", ASKED)]
+    for name in SWITCHES:
+        if name in template.code:
+            texts = {attempt(template, asked, True, form, (), **{name: on}) for on in (True, False)}
+            if len(texts) == 2:
+                return name
+    return None
+
+
+def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | None:
+    """Return the variable with which the thoughts of earlier turns stay in prompts, and its value."""
+    turns = [said("human", ASKED), said("gpt", SAID, thought=THOUGHT), said("human", NEXT)]
+    for name, value in KEEP.items():
+        if name in template.code and form.thought is not None:
+            texts = [attempt(template, turns, True, form, (), **{name: own}) for own in (value, not value)]
+            if THOUGHT in texts[0] and THOUGHT not in texts[1]:
+                return name, value
+    return None
+
+
+def find_thought(template: Renders, features: Features) -> tuple[str, str]:
+    """Return the texts that a model writes before and after a thought, in an answer that has one and a text."""
+    if features.opener:
+        return "", OPENERS[features.opener]
+    if features.form.thought is None:
+        return "", ""
+    on: dict[str, Any] = {} if features.switch is None else {features.switch: True}
+    asked = said("human", ASKED)
+    answer = said("gpt", SAID, thought=THOUGHT)
+    prompt = attempt(template, [asked], True, features.form, **on)
+    whole = attempt(template, [asked, answer], False, features.form, **on)
+    before, _, behind = whole.partition(THOUGHT)
+    if not behind or SAID not in behind:
+        return "", ""
+    return rest_of(before, prompt), behind.partition(SAID)[0]

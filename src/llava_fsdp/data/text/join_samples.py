@@ -1,0 +1,50 @@
+"""Join the answers of a record, each encoded with its prompt, to as few samples as their prompts allow."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokenizer import Tokenizer
+
+
+def join_samples(answers: Iterable[tuple[int, Sample]], tokenizer: Tokenizer) -> list[Sample]:
+    """Join answers: one whose prompt begins with the tokens of the sample before it continues this sample, and any
+    other begins a new one. So the tokens before each answer are those of its own prompt.
+
+    Args:
+        answers: for each answer, in order, the index of its turn, and the sample of its prompt and itself.
+
+    Returns:
+        The samples, with the turns of their answers if there are several.
+    """
+    made: list[Sample] = []
+    for turn, new in answers:
+        joined = continued(made[-1], new, tokenizer) if made else None
+        if joined is None:
+            made.append(replace(new, turns=(turn, turn)))
+        else:
+            first = made[-1].turns
+            assert first is not None
+            made[-1] = replace(joined, turns=(first[0], turn))
+    return made if len(made) > 1 else [replace(own, turns=None) for own in made]
+
+
+def continued(before: Sample, new: Sample, tokenizer: Tokenizer) -> Sample | None:
+    """Return a sample with the labels of two; None if the prompt of the second does not begin with the first. The token
+    that ends an answer may be another one in the prompt (GPT-OSS): then the label differs from the token, which the
+    model must generate though it does not read it later."""
+    length = len(before.input_ids)
+    if length > new.prompt:
+        return None
+    is_same = before.input_ids == new.input_ids[:length]
+    ends = int(before.input_ids[-1]), int(new.input_ids[length - 1])
+    is_swapped = is_same[:-1].all() and before.labels[-1] != IGNORE and None not in map(tokenizer.name, ends)
+    if not (is_same.all() or is_swapped):
+        return None
+    kinds = new.kinds
+    if before.kinds is not None and kinds is not None:
+        kinds = np.concatenate([before.kinds, kinds[length:]])
+    return replace(new, labels=np.concatenate([before.labels, new.labels[length:]]), kinds=kinds)

@@ -1,0 +1,98 @@
+"""A sample: a record, or a part of its answers, encoded as token ids and labels."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llava_fsdp.data.records.clip import Shape
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokenizer import Stretch
+
+
+@dataclass(frozen=True)
+class ProcessorText:
+    """The text of a sample for a processor of transformers, which puts the tokens of its images into it."""
+
+    texts: tuple[str, ...]
+    """The text before the first image or video; then, for each of the record, the placeholder that the processor
+    replaces, and the text behind it up to the next one."""
+    image_spans: tuple[Stretch, ...]
+    """For each image or video of the sample, the range of tokens in the place of its placeholder, which may have tokens
+    that stand for text at its ends and, of a video, between frames."""
+    shapes: tuple[Shape, ...]
+    """For each image or video of the record, in the order of the text, what its tokens depend on."""
+    is_image: np.ndarray
+    """Whether the model replaces the embedding of a token by a vision feature, bool [length]."""
+    is_whole: bool
+    """Whether the processor tokenizes the joined texts as the whole record is tokenized here. False: only the images'
+    placeholders can be compared, because a text of the record contains special tokens that are read as text; then
+    `texts` has nothing but placeholders."""
+    is_prompt: bool
+    """Whether `texts` end before the last answer, whose tokens here are those that follow the prompt."""
+    where: str
+    """Name of the record in messages."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A record encoded as token ids and labels; its images are not read yet."""
+
+    input_ids: np.ndarray
+    """Token ids, int64 [length]; IMAGE_ID at image tokens, unless `processor_text` is set."""
+    labels: np.ndarray
+    """Labels, int64 [length], not shifted: for a supervised token its own id, else IGNORE. The label of a token that
+    ends an answer is the one that a model generates, where the prompts of later turns show another one."""
+    images: tuple[str, ...]
+    """Names of the images whose tokens are in `input_ids`, in order."""
+    image_rows: tuple[np.ndarray, ...]
+    """For each image, the index of the vision feature of each of its tokens, int64 [tokens]."""
+    positions_cut: int
+    """Number of tokens removed by truncation."""
+    labels_cut: int
+    """Number of supervised tokens removed by truncation."""
+    unlearnt: int = 0
+    """Number of answers without labels, because a model's own chat template, or its tokenizer, writes them in the
+    prompts of later answers in another way than a model generates them."""
+    places: tuple[int, ...] | None = None
+    """For each image, its index among those of the record; None: they have the order of the record."""
+    processor_text: ProcessorText | None = None
+    """Only for models whose images are prepared by their processor."""
+    prompt: int = 0
+    """With a model's own chat template: number of tokens before the last answer that has labels."""
+    kinds: np.ndarray | None = None
+    """Which part of an answer each token is (`AnswerPart`), int8 [length]; None: it is not known."""
+    turns: tuple[int, int] | None = None
+    """Indices of the turns of the first and the last answer that have labels, if the record gives several samples."""
+
+    @property
+    def is_image(self) -> np.ndarray:
+        """Whether each token is one of an image, bool [length]."""
+        return self.input_ids == IMAGE_ID if self.processor_text is None else self.processor_text.is_image
+
+    @property
+    def image_spans(self) -> list[Stretch]:
+        """For each image, the range of tokens that must not be split: its own tokens, and those that come with them."""
+        if self.processor_text is not None:
+            return list(self.processor_text.image_spans)
+        ends = np.cumsum([len(rows) for rows in self.image_rows], dtype=np.int64)
+        last = np.flatnonzero(self.is_image)[ends - 1].tolist() if len(ends) else []
+        return [(end + 1 - len(rows), end + 1) for end, rows in zip(last, self.image_rows, strict=True)]
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
+        return int((self.labels[1:] != IGNORE).sum())
+
+    def place(self, number: int) -> int:
+        """Return the index of an image among those of the record."""
+        return number if self.places is None else self.places[number]
+
+
+@dataclass(frozen=True)
+class MeasuredSample:
+    """A record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated (`at`)."""
+
+    sample: Sample
+    whole: Sample
+    at: dict[int, Sample]
+    """Truncated samples by those maximum lengths that are below the length of the whole sample."""

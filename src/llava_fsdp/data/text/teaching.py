@@ -1,0 +1,162 @@
+"""What is learnt of the answers of records: thoughts, empty thoughts, all answers or the last."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llava_fsdp.config import Answers, DataConfig, EmptyThoughts, History, Thoughts
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text.chat_features import Features
+from llava_fsdp.data.text.chat_layout import Unfit
+from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate
+from llava_fsdp.runtime.errors import ConfigError, DataError
+
+THOUGHT_IN_TEXT = (
+    re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<text>.*)", re.DOTALL),
+    re.compile(r"\s*<\|begin_of_thought\|>(?P<thought>.*?)<\|end_of_thought\|>(?P<text>.*)", re.DOTALL),
+)
+"""Finds a thought with which the text of an answer begins: of DeepSeek-R1's data, and of OpenThoughts."""
+SOLUTION = re.compile(r"\s*<\|begin_of_solution\|>(.*?)<\|end_of_solution\|>\s*", re.DOTALL)
+TAGS = ("<think>", "</think>", "<|begin_of_thought|>", "<|end_of_thought|>")
+CURE = "set data.thoughts=train to learn it, context to read it alone, or drop to leave it out"
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The settings `data.thoughts`, `data.empty_thoughts`, `data.history` and `data.answers`."""
+
+    thoughts: Thoughts = Thoughts.refuse
+    empty_thoughts: EmptyThoughts = EmptyThoughts.train
+    history: History = History.template
+    answers: Answers = Answers.all
+
+    @classmethod
+    def of_config(cls, cfg: DataConfig) -> "Teaching":
+        return cls(cfg.thoughts, cfg.empty_thoughts, cfg.history, cfg.answers)
+
+    @classmethod
+    def of_text(cls, text: str | None) -> "Teaching | None":
+        """Undo `str`; None for a text that it did not write."""
+        try:
+            thoughts, empty, history, answers = (text or "").split(" ")
+            return cls(Thoughts(thoughts), EmptyThoughts(empty), History(history), Answers(answers))
+        except ValueError:
+            return None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model was taught thoughts, or answers after them."""
+        return self.thoughts in (Thoughts.train, Thoughts.context)
+
+    def asking(self, form: ChatTemplate) -> ChatTemplate:
+        """Return a chat template with which a model that was taught so is asked: to think, if it learnt thoughts."""
+        made, switch = self.template(form), form.features.switch
+        if not self.thinks or switch is None:
+            return made
+        return replace(made, variables=made.variables | {switch: True}, layouts={}, prompt_ends={})
+
+    def __str__(self) -> str:
+        return " ".join(own.value for own in (self.thoughts, self.empty_thoughts, self.history, self.answers))
+
+    def template(self, form: ChatTemplate) -> ChatTemplate:
+        """Return a chat template that writes all conversations as these settings say: without thoughts, unless an
+        answer has one, and with the thoughts of earlier turns. Raise ConfigError if it has no variable for that."""
+        try:
+            features = form.features
+        except Unfit as unfit:
+            raise ConfigError(f"data.template={OWN}: the chat template {form.path} {unfit}") from unfit
+        own: dict[str, Any] = {}
+        if self.empty_thoughts is EmptyThoughts.context and features.switch is not None:
+            own[features.switch] = False
+        if self.history is History.keep:
+            if features.keeps is None:
+                raise ConfigError(
+                    f"data.history=keep: the chat template {form.path} has no variable that keeps the thoughts of "
+                    "earlier turns in its prompts; set data.history=template"
+                )
+            own[features.keeps[0]] = features.keeps[1]
+        return replace(form, variables=form.variables | own, known=features, layouts={}, prompt_ends={})
+
+    def hides_empty(self, form: ChatTemplate) -> bool:
+        """Return whether a template writes an empty thought before an answer, which is not to be learnt."""
+        return self.empty_thoughts is EmptyThoughts.context and form.writes_empty_thought
+
+    def chosen(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        """Return turns of which those answers are learnt that `data.answers` names."""
+        return last_learnt(turns) if self.answers is Answers.last else turns
+
+    def record(self, record: Record, features: Features | None) -> Record:
+        """Return a record with the thoughts of its answers apart from their texts, or without them, and with the
+        answers not to be learnt marked.
+
+        Args:
+            features: those of the model's chat template; None: one of LLaVA's templates, which know no thoughts.
+
+        Raises:
+            DataError: a thought is refused by `data.thoughts`, or is not one.
+        """
+        record = replace(record, turns=self.chosen(record.turns)) if self.answers is Answers.last else record
+        if not any(has_thought(turn) for turn in record.turns):
+            return record
+        turns = tuple(
+            self.answer(turn, number, record, features) if has_thought(turn) else turn
+            for number, turn in enumerate(record.turns)
+        )
+        return replace(record, turns=turns)
+
+    def answer(self, turn: Turn, number: int, record: Record, features: Features | None) -> Turn:
+        """Do what `record` does for one answer that has a thought, or one of TAGS in its text."""
+        where = f"{record.where}: turn {number}"
+        is_in_text = turn.thought is None
+        knows = features is not None and features.thoughts
+        if is_in_text and not knows and self.thoughts in (Thoughts.refuse, Thoughts.train):
+            return turn  # to a template that knows no thoughts, it is text
+        own = apart(turn, where) if is_in_text else turn
+        if not (own.thought or "").strip():
+            return replace(own, thought=None)
+        if self.thoughts is Thoughts.refuse:
+            raise DataError(f"{where} has a thought before its answer; {CURE}", Kind.key_not_obeyed)
+        if self.thoughts is Thoughts.drop:
+            own = replace(own, thought=None)
+        elif not knows:
+            raise DataError(
+                f"{where} has a thought, and data.thoughts={self.thoughts.value}; the conversation template shows no "
+                "thoughts: set data.thoughts=drop, or write them into the texts of the answers",
+                Kind.key_not_obeyed,
+            )
+        if not own.text.strip() and not own.calls:
+            raise DataError(f"{where} has a thought and no answer; take the record out", Kind.empty_answer)
+        return own
+
+
+DEFAULT = Teaching()
+
+
+def has_thought(turn: Turn) -> bool:
+    return turn.role == "gpt" and (turn.thought is not None or any(tag in turn.text for tag in TAGS))
+
+
+def apart(turn: Turn, where: str) -> Turn:
+    """Return an answer with the thought apart with which its text begins. Raise DataError if a thought stands elsewhere
+    in it, or has no end."""
+    for pattern in THOUGHT_IN_TEXT:
+        found = pattern.fullmatch(turn.text)
+        if found is None or any(tag in found["text"] or tag in found["thought"] for tag in TAGS):
+            continue
+        solution = SOLUTION.fullmatch(found["text"])
+        text = found["text"].lstrip("\n") if solution is None else solution[1]
+        return replace(turn, text=text if text.strip() else "", thought=found["thought"].strip("\n"), parts=None)
+    raise DataError(
+        f"{where} has a thought that does not begin its text, does not end, or is one of several; fix it",
+        Kind.key_not_obeyed,
+    )
+
+
+def last_learnt(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Return turns of which the last answer alone is learnt, if it was."""
+    last = max((number for number, turn in enumerate(turns) if turn.role == "gpt"), default=-1)
+    return tuple(
+        replace(turn, learnt=False) if turn.role == "gpt" and number != last else turn
+        for number, turn in enumerate(turns)
+    )
