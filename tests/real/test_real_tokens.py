@@ -180,9 +180,10 @@ def test_its_own_chat_template_with_images(parts: Path, dataset: Path) -> None:
 
 
 def test_its_own_chat_template_with_any_text(parts: Path) -> None:
-    """Special tokens, and answers that begin with white space: labels begin where transformers' prompt for an answer
-    ends, tokenized alone, and the whole text is the one that transformers writes."""
-    dice, joined = random.Random(2), 0
+    """Special tokens, and answers that begin with white space: each answer is learnt once, its labels begin where
+    transformers' prompt for it ends, tokenized alone, and the last sample's text is the one that transformers writes.
+    Where the tokenizer joins an answer with its prompt, the next answer begins a sample of its own."""
+    dice, several = random.Random(2), 0
     encode = encoder(OWN, parts / "language", 16)
     theirs: Any = AutoTokenizer.from_pretrained(parts / "language")
     assert isinstance(encode.template, ChatTemplate)
@@ -190,19 +191,25 @@ def test_its_own_chat_template_with_any_text(parts: Path) -> None:
     for _ in range(COUNT):
         turns = conversation(dice, 0, special=True, begins=False)
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
-        sample = encoded(encode, turns, [])
-        ids = sample.input_ids.tolist()
-        marks = np.flatnonzero(np.diff(np.concatenate([[0], sample.labels != IGNORE, [0]])))
-        ends = dict(zip(marks[::2].tolist(), marks[1::2].tolist(), strict=True))
-        assert theirs.decode(ids) == theirs.apply_chat_template(messages, tokenize=False)
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                asked = theirs.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False)
+        prompts = {
+            number: theirs.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+        record = parse_record("data.json", 0, {"id": "r", "conversations": turns})
+        samples, learnt = encode.samples(record, UNLIMITED), []
+        for sample in samples:
+            ids, labels = list(sample.input_ids), np.array(sample.labels)
+            marks = np.flatnonzero(np.diff(np.concatenate([[0], labels != IGNORE, [0]])))
+            ends = dict(zip(marks[::2].tolist(), marks[1::2].tolist(), strict=True))
+            for number, asked in prompts.items():
                 if len(asked) in ends and ids[: len(asked)] == asked:
                     answer = theirs.decode(ids[len(asked) : ends.pop(len(asked))])
-                    assert answer == f"{message['content']}<|im_end|>", turns
-                else:
-                    joined += 1
-                    assert number < len(messages) - 1, "the last answer has labels"
-        assert not ends, "labels behind no prompt of the template"
-    assert joined < COUNT
+                    assert answer == f"{messages[number]['content']}<|im_end|>", turns
+                    learnt.append(number)
+            assert not ends, "labels behind no prompt of the template"
+        assert sorted(learnt) == [*prompts], turns
+        text, whole = theirs.decode(samples[-1].input_ids), theirs.apply_chat_template(messages, tokenize=False)
+        assert whole in ([text] if len(samples) == 1 else [f"{text}\n"]), "a sample of its own ends with its answer"
+        several += len(samples) > 1
+    assert 0 < several < COUNT

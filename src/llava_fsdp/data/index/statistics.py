@@ -55,8 +55,8 @@ class Counts:
     longest: int | None = None
     label_tokens: int = 0
     taught: dict[str, int] = field(default_factory=dict)
-    """Of a source: counts of what is learnt (`token_pass.TAUGHT`), also of records that are skipped for other
-    reasons than their text."""
+    """Counts of what is learnt from a source (`token_pass.TAUGHT`), also of records that are skipped for other reasons
+    than their text; empty for a single file."""
     tiles: int = 0
     image_tokens: int | None = None
     """Number of image tokens; None if the index was made by a version that did not count them."""

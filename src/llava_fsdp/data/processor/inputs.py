@@ -33,7 +33,8 @@ class ProcessorInputs:
 
     reader: ProcessorImages
     divides: ClassVar[bool] = False
-    """As in `TileInputs`."""
+    """False: a rank that has some positions of a row gets the ids and images of the whole row, and the model divides
+    it when the embeddings are made."""
 
     def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
         """Return the samples of a micro-batch, and, if the model needs it, blank ones for the kinds of media that no

@@ -47,7 +47,7 @@ class Target:
     thought: Stretch | None = None
     """Range of characters of the thought in `text`; None without one."""
     said: Stretch | None = None
-    """Likewise of the answer's text."""
+    """Range of characters of the answer's text in `text`; None without one."""
     begin: int = 0
     """Number of characters of `text` before the answer's text or calls: the thought, with what is written around it, or
     what a template writes for an empty thought."""
