@@ -26,11 +26,14 @@ def test_no_garbage_is_collected_while_torch_is_imported() -> None:
 
 
 def test_where_torch_is_imported_nothing_changes() -> None:
-    """The tests import torch first; what a test leaves must not be kept for good."""
+    """The tests import torch first; what a test leaves must not be kept for good.
+
+    The count may fall: a frozen object can still be freed, for example by a thread of an earlier test.
+    """
     frozen = gc.get_freeze_count()
     with importing():
         assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_a_broken_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
