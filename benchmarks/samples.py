@@ -11,7 +11,7 @@ from bench import ASSETS
 from PIL import Image
 
 from llava_fsdp.data.batching.llava_samplers import group_by_modality, split_into
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 
 Lengths = list[tuple[int, bool]]
 """Of each sample: number of tokens, and whether it has an image."""

@@ -14,7 +14,7 @@ from transformers import LlavaConfig, PretrainedConfig
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.sampler import Sampler
-from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import NOTES, find_parts

@@ -33,9 +33,9 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.index.examine.bad_records import open_records
 from llava_fsdp.data.loader import Loader
+from llava_fsdp.data.text.chat_template.jinja_template import open_template
 from llava_fsdp.data.text.encode import ExactEncoder
-from llava_fsdp.data.text.jinja_template import open_template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import count_flops

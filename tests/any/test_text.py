@@ -14,7 +14,7 @@ from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 
 
 def encoder_of(model: WholeModel) -> ProcessorEncoder:

@@ -23,9 +23,9 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import AspectRatio, ChatConfig, Pixels, SpecialTokens
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
-from llava_fsdp.data.text.constants import IMAGE_ID
-from llava_fsdp.data.text.detokenize import AnswerText
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
+from llava_fsdp.data.text.tokens.detokenize import AnswerText
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.generation import PrefixCache, Sampling

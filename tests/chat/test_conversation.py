@@ -23,7 +23,7 @@ from llava_fsdp.commands import start
 from llava_fsdp.config import AspectRatio, ChatConfig, ConversionConfig, Pixels, SpecialTokens, TrainedModelConfig
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
-from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.generation import PrefixCache, Prompt, Sampling

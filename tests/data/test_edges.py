@@ -46,12 +46,12 @@ from llava_fsdp.data.index.token_pass import FIRST_TURN, LAST_TURN, LOSSES_COLUM
 from llava_fsdp.data.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.parquet import ParquetRows, check_types
 from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
-from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.templates import ALIASES, template
-from llava_fsdp.data.text.tokenizer import Tokenizer, any_of, open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, any_of, open_tokenizer
 from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError, ModelError
 from llava_fsdp.runtime.seeds import derive
 

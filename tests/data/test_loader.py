@@ -21,7 +21,7 @@ from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import OriginalEncoder
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, SourceError

@@ -22,8 +22,8 @@ from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import ProcessorImages, Row
 from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text.constants import IGNORE
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
 
 SIZES = [(40, 28), (24, 56), (32, 32), (61, 17)]

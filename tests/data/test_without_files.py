@@ -23,9 +23,9 @@ from llava_fsdp.data.index.source_state import check_unchanged, stamp
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.synthetic import Contents, fullest, micro_batches_of, synthetic_micro_batch, synthetic_step
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.sample import Sample
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 

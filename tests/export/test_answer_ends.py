@@ -20,7 +20,7 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AUTO, AspectRatio
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.templates import TEMPLATES
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write.adapter_folder import small_files
 from llava_fsdp.export.write.chat_template import rehearse_images

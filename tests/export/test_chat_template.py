@@ -21,11 +21,11 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, LlamaConfig, Llav
 
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.records.record import IMAGE_TAG
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template, own_name
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
-from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template, own_name
 from llava_fsdp.data.text.templates import TEMPLATES, Template
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.write.chat_template import as_parts, as_text, chat_template, find_gap, ids_of_training, rehearse
 from llava_fsdp.export.write.processor import check_template, write_tokenizer
 from llava_fsdp.runtime.errors import DataError

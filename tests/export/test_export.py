@@ -16,7 +16,7 @@ from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from weights import same, weights
 
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write import formats, weights_writer
 from llava_fsdp.model.llava.llava import build_llava

@@ -28,10 +28,10 @@ from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.preprocess import load_image
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.templates import TEMPLATES
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.rehearsal import CannotBeExported
 from llava_fsdp.export.write import formats, weights_writer

@@ -24,8 +24,8 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.constants import IMAGE_ID
-from llava_fsdp.data.text.detokenize import AnswerText
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
+from llava_fsdp.data.text.tokens.detokenize import AnswerText
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source

@@ -26,8 +26,8 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.constants import IMAGE_ID
-from llava_fsdp.data.text.detokenize import AnswerText
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
+from llava_fsdp.data.text.tokens.detokenize import AnswerText
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source

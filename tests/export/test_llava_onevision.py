@@ -35,9 +35,9 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn, is_video
-from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import TEMPLATES
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source

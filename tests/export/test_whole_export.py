@@ -11,8 +11,8 @@ from small import write_json
 from transformers import AutoModelForImageTextToText, LogitsProcessorList
 
 from llava_fsdp.config import AUTO, ConversionConfig, FolderFormat, KeptDType
-from llava_fsdp.data.text.detokenize import find_stops
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.detokenize import find_stops
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.whole_class import prove_class
 from llava_fsdp.export.source_model import open_source

@@ -16,7 +16,7 @@ from tiers import slow_after
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model.llava.llava import Llava, build_llava

@@ -16,8 +16,8 @@ from tiers import slow_after
 from llava_fsdp.config import AspectRatio, Config, PatchMerge
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import NEWLINE_ROW, ImageTokens
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import spliced
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts

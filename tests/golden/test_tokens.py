@@ -12,12 +12,12 @@ from golden_folder import golden_folder, read_lines
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original, Tokens, check_like_original, encode_like_original, encode_turns
 from llava_fsdp.data.text.templates import Style, template
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 FOLDERS = {

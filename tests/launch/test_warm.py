@@ -8,7 +8,7 @@ import torch
 from commands import TORCHRUN
 from harness import RankPool, single_world
 
-from llava_fsdp.data.text.bounded_jinja import process, render
+from llava_fsdp.data.text.chat_template.bounded_jinja import process, render
 from llava_fsdp.parallel.ranks.world import World
 
 RANK = """

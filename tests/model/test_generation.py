@@ -10,7 +10,7 @@ import torch
 from small import write_json
 from transformers import DynamicCache, LlamaConfig
 
-from llava_fsdp.data.text.detokenize import PENDING, AnswerText, find_stops
+from llava_fsdp.data.text.tokens.detokenize import PENDING, AnswerText, find_stops
 from llava_fsdp.model.generation import PrefixCache, Prompt, Sampling, check_answers, choose, write_tokens
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 

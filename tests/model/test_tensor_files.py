@@ -15,7 +15,7 @@ from small import ASSETS, make_config
 
 from llava_fsdp.data.images.check import open_checked
 from llava_fsdp.data.images.preprocess import preprocessor_fields
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, missing
 from llava_fsdp.model.sources.pretrained import find_parts, read_config

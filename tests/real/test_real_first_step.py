@@ -15,7 +15,7 @@ from transformers import AutoConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.tile_inputs import normalize
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.weights.weight_names import ours
 
 EVERYTHING = "model.train=[projector,language,vision]"

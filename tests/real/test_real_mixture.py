@@ -18,7 +18,7 @@ from small import make_config
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.tile_inputs import normalize
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.world import World

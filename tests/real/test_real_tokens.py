@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.records.forms import parse_record
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate, open_template
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
-from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, open_template
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.templates import TEMPLATES, Style, Template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 
 COUNT = 200
 TILES = 3

@@ -17,14 +17,14 @@ from transformers import PreTrainedTokenizerFast
 from llava_fsdp.config import SpecialTokens, Thoughts, TooLong
 from llava_fsdp.data.processor.image_template import NO_VIDEO, learn_placeholder
 from llava_fsdp.data.records.record import Call, Record, Turn
-from llava_fsdp.data.text.chat_layout import Unfit
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.chat_template.chat_layout import Unfit
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate, ImageParts, read_own
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
-from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, ImageParts, read_own
-from llava_fsdp.data.text.message_parts import IMAGE
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.teaching import Teaching
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 
 WORDS = (
     'the red car stands left of a house 3.5 m away; it\'s "new" {x: 1} [2] a\\b naïve 中文 🙂 ok \t tab\n\nline\n- item'

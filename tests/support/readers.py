@@ -17,7 +17,7 @@ from llava_fsdp.data.images.preprocess import load_image, read_preprocessor
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape, open_encoding
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.migrate.command import migrate
 from llava_fsdp.migrate.reading.inputs import read_runs
 from llava_fsdp.model.llava.llava import build_llava

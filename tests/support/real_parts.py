@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.model.weights.weight_names import ours
 
 LANGUAGE, VISION = "smollm2-135m", "dinov2-small-56"

@@ -22,7 +22,7 @@ from llava_fsdp.config import Config, DType, Part, QuantizeConfig, Quantizer
 from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.tile_inputs import normalize
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from llava_fsdp.config import Config, ConversionConfig, PrepareConfig, config_dir, load
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "src" / "llava_fsdp" / "assets"
 WORDS = "red green blue circle square triangle left right of the a is what colour how many small large".split()

@@ -12,8 +12,8 @@ from transformers import AutoProcessor, AutoTokenizer
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.config import AUTO, AspectRatio
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.jinja_template import open_template, own_name
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.chat_template.jinja_template import open_template, own_name
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.evaluate.main import same_template
 from llava_fsdp.export.main import export
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError

@@ -18,8 +18,8 @@ from small import make_config
 
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import boundaries, packed
-from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.world import World

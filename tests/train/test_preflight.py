@@ -19,7 +19,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config, Examine, PrepareConfig, load
 from llava_fsdp.config.command_line import cli
-from llava_fsdp.data.text.jinja_template import own_name
+from llava_fsdp.data.text.chat_template.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import DoctorContext
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure

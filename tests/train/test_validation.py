@@ -25,8 +25,8 @@ from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneratio
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.tile_inputs import normalize
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.templates import template
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.data.validation_set import held_out_sampler, spread, spread_over_sources, warn_of_trained
 from llava_fsdp.model.generation import Prompt, Sampling, write_tokens

@@ -12,7 +12,7 @@ import torch
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
-from llava_fsdp.data.text.detokenize import AnswerText
+from llava_fsdp.data.text.tokens.detokenize import AnswerText
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 

@@ -19,14 +19,14 @@ from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
-from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template
+from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order, prompt
-from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.encode import encode_prompt
-from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
-from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.teaching import DEFAULT
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
+from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.write.formats import SourceModel

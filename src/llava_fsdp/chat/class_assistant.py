@@ -26,10 +26,10 @@ from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import Turn, is_video
 from llava_fsdp.data.text.answer_segments import ask_segments
+from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order
-from llava_fsdp.data.text.detokenize import AnswerText, find_stops
-from llava_fsdp.data.text.message_parts import media_of
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.validation_prompts import lay_out_prompts
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened

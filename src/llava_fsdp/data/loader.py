@@ -33,13 +33,13 @@ from llava_fsdp.data.processor.frames import open_frames
 from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import Positions, ProcessorImages
 from llava_fsdp.data.processor.processor import Processor, open_processor
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
-from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.data.text.templates import template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.process.host import read_host
 from llava_fsdp.runtime.text.log import log

@@ -20,12 +20,12 @@ from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.records.clip import Clip
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
+from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import first_answer, image_order, opening_question, opening_turns, prompt
 from llava_fsdp.data.text.encode import Encoder, encode_prompt
-from llava_fsdp.data.text.jinja_template import ChatTemplate
-from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.images.check import image_in
 from llava_fsdp.data.index.find_files import find_images
 from llava_fsdp.data.records.record import IMAGE_TAG
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, is_own
 from llava_fsdp.data.text.conversation import asking
-from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file, storage_errors

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptDType
-from llava_fsdp.data.text.jinja_template import is_own
+from llava_fsdp.data.text.chat_template.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters

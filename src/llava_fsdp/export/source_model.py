@@ -29,7 +29,7 @@ from llava_fsdp.config.command_line.renamed import VALUES, present_tree
 from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.prove.verify_logits import Adapted

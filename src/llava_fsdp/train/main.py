@@ -15,7 +15,7 @@ from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.command_line.tree import tree_of
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.data.text.chat_template.jinja_template import OWN
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.parallelism import Parallelism

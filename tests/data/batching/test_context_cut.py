@@ -18,8 +18,8 @@ from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.images.image_tokens import BLENDED, NEWLINE_ROW, as_blended, needed_tiles
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.records.record import Record
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 
 SHAPE = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
 LORA = "model.lora.enabled=true", "model.lora.dropout=0.1"

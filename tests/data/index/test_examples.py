@@ -17,9 +17,9 @@ from videos import write_mixed
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.examine import examples as examples_module
 from llava_fsdp.data.index.examine.examples import draw_examples, draw_numbers
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.detokenize import spell
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.detokenize import spell
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.report.examples import Example, Gap, Images, Text, examples_body
 
 

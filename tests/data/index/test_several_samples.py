@@ -19,7 +19,7 @@ from llava_fsdp.data.index import build as index_module
 from llava_fsdp.data.index.statistics import make_report
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.tokens.constants import IGNORE
 
 CODE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }})"

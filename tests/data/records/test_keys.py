@@ -22,7 +22,7 @@ from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
-from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.runtime.errors import DataError
 
 CONTAINERS = ("a.json", "a.jsonl", "a.parquet", "a.tar")

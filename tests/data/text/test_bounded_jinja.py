@@ -9,9 +9,9 @@ from chat_templates import write_tokenizer
 
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.bounded_jinja import BREAKS, MEMORY, SECONDS, make_work, process, render
-from llava_fsdp.data.text.jinja_template import OWN, open_template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.chat_template.bounded_jinja import BREAKS, MEMORY, SECONDS, make_work, process, render
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, open_template
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.write.chat_template import template_ids
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.process.limited_process import LimitedProcess

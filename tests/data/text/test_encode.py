@@ -14,13 +14,13 @@ from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import IM_END, IM_START, opening_question, prompt
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, are_supervised, encode_prompt
 from llava_fsdp.data.text.llava_v1_5 import Original, check_like_original
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.templates import CURIOUS_USER, TEMPLATES, template
-from llava_fsdp.data.text.tokenizer import Token, Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import Token, Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
 
 SYSTEM = CURIOUS_USER + " "

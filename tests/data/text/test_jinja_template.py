@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from llava_fsdp.config import EmptyThoughts, SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text import jinja_template
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.detokenize import AnswerText
+from llava_fsdp.data.text.chat_template import jinja_template
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, ROLES, ChatTemplate, Unfit, open_template, own_name
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
-from llava_fsdp.data.text.jinja_template import OWN, ROLES, ChatTemplate, Unfit, open_template, own_name
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.templates import Template, template
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.detokenize import AnswerText
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 PUBLISHED, CHANGED = published(), changed()

@@ -18,7 +18,7 @@ from llava_fsdp.data.text import encode
 from llava_fsdp.data.text.encode import ExactEncoder
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.templates import template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import DataError, ModelError
 
 LIMITS = [64, 100, 512]

@@ -16,10 +16,10 @@ from tiers import slow_after
 from llava_fsdp.config import Answers, EmptyThoughts, History, Thoughts, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Call, Record, Turn
-from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.teaching import Teaching
+from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 PUBLISHED, CHANGED = published(), changed()

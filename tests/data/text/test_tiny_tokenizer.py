@@ -19,7 +19,7 @@ from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.encode import ExactEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original, encode_like_original
 from llava_fsdp.data.text.templates import template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 
 ASSETS = Path(llava_fsdp.__file__).parent / "assets" / "tiny-llama"
 SPECIAL = ("<unk>", "<s>", "</s>")

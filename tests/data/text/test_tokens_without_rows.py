@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import main as train

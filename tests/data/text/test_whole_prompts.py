@@ -29,12 +29,12 @@ from llava_fsdp.config import AspectRatio, PatchMerge, TooLong
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.record import Record, Turn, is_video
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate, open_template, own_name
+from llava_fsdp.data.text.chat_template.message_parts import divide, media_of
 from llava_fsdp.data.text.conversation import asked_turns, prompt
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt, truncate
-from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, open_template, own_name
-from llava_fsdp.data.text.message_parts import divide, media_of
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.write.chat_template import rehearse
 from llava_fsdp.export.write.processor import write_tokenizer as write_exported
 

@@ -19,8 +19,8 @@ from llava_fsdp.data.images.image_tokens import needed_tiles
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.processor.inputs import ProcessorInputs
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 
 
 @dataclass(frozen=True)

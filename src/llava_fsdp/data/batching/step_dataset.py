@@ -24,8 +24,8 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.records.record import Record, is_video
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE
 from llava_fsdp.data.text.encode import Encoder
-from llava_fsdp.data.text.message_parts import IMAGE
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive

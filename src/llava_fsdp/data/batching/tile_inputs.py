@@ -15,8 +15,8 @@ import torch
 
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokens.constants import IMAGE_ID
 
 Row = tuple[Sample, list[np.ndarray]]
 """A sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""

@@ -16,11 +16,11 @@ from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.examine.examine_passes import DatasetPass, Findings, PictureSizes, Tell, attempt
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
-from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.conversation import AnswerPart, asked_turns
 from llava_fsdp.data.text.encode import LONG, Encoder
-from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.sample import MeasuredSample
+from llava_fsdp.data.text.tokens.constants import IGNORE
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""

@@ -18,15 +18,15 @@ from llava_fsdp.data.processor.processor import FAILURES, SMALL_VIDEO, Processor
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.answer_segments import AnswerSegments, AnswerWriter
-from llava_fsdp.data.text.constants import IGNORE
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.conversation import Segment, image_order, render
 from llava_fsdp.data.text.encode import AnswerEncoder, truncate
 from llava_fsdp.data.text.encode_chat import ChatIds, encode_chat
-from llava_fsdp.data.text.jinja_template import ChatTemplate
-from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.sample import ProcessorText, Sample
 from llava_fsdp.data.text.teaching import DEFAULT, Teaching
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 BLANK_SIDES = (16, 28, 56, 112, 224, 448)

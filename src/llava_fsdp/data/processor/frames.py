@@ -12,8 +12,8 @@ import numpy as np
 from llava_fsdp.data.images.video import NoFrameError
 from llava_fsdp.data.processor.image_template import NO_VIDEO
 from llava_fsdp.data.processor.processor import FAILURES, Processor
-from llava_fsdp.data.text.jinja_template import ChatTemplate
-from llava_fsdp.data.text.message_parts import VIDEO
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
+from llava_fsdp.data.text.chat_template.message_parts import VIDEO
 from llava_fsdp.runtime.text.log import log
 
 

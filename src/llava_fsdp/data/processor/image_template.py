@@ -4,10 +4,10 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
-from llava_fsdp.data.text.chat_layout import Unfit
-from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, ImageParts, is_own, read_own, unfit
-from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.chat_template.chat_layout import Unfit
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate, ImageParts, is_own, read_own, unfit
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE, VIDEO
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import ConfigError
 
 NO_VIDEO = "\ue003video\ue003"

@@ -19,7 +19,7 @@ from PIL import Image
 from llava_fsdp.data.processor.images import ProcessorImages, Row
 from llava_fsdp.data.processor.processor import FAILURES, TYPES, Processed, as_tensor
 from llava_fsdp.data.records.clip import Clip
-from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.sample import ProcessorText, Sample
 from llava_fsdp.runtime.errors import DataError
 

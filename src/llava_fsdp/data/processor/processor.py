@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from llava_fsdp.data.records.clip import Clip, Shape
-from llava_fsdp.data.text.tokenizer import read_optional
+from llava_fsdp.data.text.tokens.tokenizer import read_optional
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors, refuse_model_code
 

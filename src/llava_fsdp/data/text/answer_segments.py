@@ -9,8 +9,10 @@ from typing import Any
 from llava_fsdp.config import EmptyThoughts, SpecialTokens, Thoughts
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Call, Record, Turn
-from llava_fsdp.data.text.answer_target import BREAK, Asked, Target, guard
-from llava_fsdp.data.text.chat_layout import Unfit
+from llava_fsdp.data.text.chat_template.answer_target import BREAK, Asked, Target, guard
+from llava_fsdp.data.text.chat_template.chat_layout import Unfit
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE, TEXT, VIDEO, Message, divide, media_of
 from llava_fsdp.data.text.conversation import (
     AnswerPart,
     Segment,
@@ -21,8 +23,6 @@ from llava_fsdp.data.text.conversation import (
     prompt,
     without_bos,
 )
-from llava_fsdp.data.text.jinja_template import ChatTemplate
-from llava_fsdp.data.text.message_parts import IMAGE, TEXT, VIDEO, Message, divide, media_of
 from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.runtime.errors import DataError
 

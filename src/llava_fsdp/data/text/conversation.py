@@ -14,8 +14,8 @@ from enum import IntEnum
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms import SPEAKERS
 from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Record, Turn
-from llava_fsdp.data.text.jinja_template import ChatTemplate
-from llava_fsdp.data.text.message_parts import IMAGE, media_of
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE, media_of
 from llava_fsdp.data.text.templates import Template
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name

@@ -12,16 +12,16 @@ from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.answer_segments import AnswerSegments, AnswerWriter
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.conversation import Segment, image_order, render
 from llava_fsdp.data.text.encode_chat import encode_chat, is_chat
-from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.join_samples import join_samples
 from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
 from llava_fsdp.data.text.sample import MeasuredSample, Sample
 from llava_fsdp.data.text.teaching import DEFAULT, Teaching
 from llava_fsdp.data.text.templates import Template
-from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import Stretch, Token, Tokenizer
 from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llava_fsdp.config import SpecialTokens
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import AnswerPart, Segment
-from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import Stretch, Token, Tokenizer
 
 PLACE = "\ue002"
 """Character that stands for an image in the text of a conversation while it is tokenized."""

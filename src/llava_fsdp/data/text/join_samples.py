@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.sample import Sample
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 
 
 def join_samples(answers: Iterable[tuple[int, Sample]], tokenizer: Tokenizer) -> list[Sample]:

@@ -13,10 +13,10 @@ import numpy as np
 
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import image_tag, refuse_tools, role_cure
 from llava_fsdp.data.text.templates import Style, Template
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import DataError
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llava_fsdp.data.records.clip import Shape
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.tokenizer import Stretch
+from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.tokens.tokenizer import Stretch
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 from llava_fsdp.config import Answers, DataConfig, EmptyThoughts, History, Thoughts
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text.chat_features import Features
-from llava_fsdp.data.text.chat_layout import Unfit
-from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate
+from llava_fsdp.data.text.chat_template.chat_features import Features
+from llava_fsdp.data.text.chat_template.chat_layout import Unfit
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 THOUGHT_IN_TEXT = (

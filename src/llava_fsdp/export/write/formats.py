@@ -30,10 +30,10 @@ from llava_fsdp.config import AspectRatio, Config, FolderFormat, ModelConfig, Pa
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.data.text.detokenize import eos_ids
-from llava_fsdp.data.text.jinja_template import is_own, open_template
+from llava_fsdp.data.text.chat_template.jinja_template import is_own, open_template
 from llava_fsdp.data.text.teaching import Teaching
-from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
+from llava_fsdp.data.text.tokens.detokenize import eos_ids
+from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer, read_optional
 from llava_fsdp.export.write.folded_head import fields_of_folded_head, with_folded_head
 from llava_fsdp.export.write.generation_file import find_ends, generation_fields, write_generation
 from llava_fsdp.export.write.older_transformers import with_older_fields

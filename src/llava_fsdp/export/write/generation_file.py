@@ -10,9 +10,9 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from llava_fsdp.data.processor.image_template import open_image_template
-from llava_fsdp.data.text.detokenize import ends_in_special, eos_ids, find_stops
-from llava_fsdp.data.text.jinja_template import OWN, find_code, open_template
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, find_code, open_template
+from llava_fsdp.data.text.tokens.detokenize import ends_in_special, eos_ids, find_stops
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.export.write.processor import has_tokenizer
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.llava_v1_5_config import write_json

@@ -18,7 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import Config, FolderFormat, SpecialTokens
-from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.data.text.chat_template.jinja_template import OWN
 from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.export.write.generation_file import write_generation_of_class
 from llava_fsdp.export.write.weights_writer import ReadPart, Weights, with_values, write_shards

@@ -30,7 +30,7 @@ from llava_fsdp.config import (
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.data.text.chat_template.jinja_template import OWN
 from llava_fsdp.model.adapters.base_config import check_base_config
 from llava_fsdp.model.adapters.lora_files import adapter_folders, is_adapter_folder
 from llava_fsdp.model.architecture import Architecture

@@ -14,7 +14,7 @@ from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.loader import open_processor_encoding
-from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse
 from llava_fsdp.export.write.folded_head import folding_rounds

@@ -9,8 +9,8 @@ from llava_fsdp.data.batching.collate import image_inputs
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.processor.inputs import kind_of
+from llava_fsdp.data.text.chat_template.message_parts import VIDEO
 from llava_fsdp.data.text.conversation import Segment
-from llava_fsdp.data.text.message_parts import VIDEO
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.plan.memory.reached import LARGE, reached
 from llava_fsdp.runtime.files.safe_load import library_errors

@@ -12,11 +12,11 @@ from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.records.record import INLINE, Record, is_video
-from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.conversation import AnswerPart, asked_turns
-from llava_fsdp.data.text.detokenize import spell
 from llava_fsdp.data.text.encode import AnswerEncoder, Encoder
 from llava_fsdp.data.text.sample import Sample
+from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.data.text.tokens.detokenize import spell
 from llava_fsdp.report.examples import Example, Gap, Images, Text
 from llava_fsdp.runtime.errors import DataError
 

@@ -11,7 +11,7 @@ from torch import nn
 from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.records.record import count_images
-from llava_fsdp.data.text.detokenize import AnswerText, find_stops
+from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.architecture import Architecture

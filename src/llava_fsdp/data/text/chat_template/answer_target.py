@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llava_fsdp.data.records.record import Call
-from llava_fsdp.data.text.chat_features import OPENERS, SAID, THOUGHT, Features, Renders
-from llava_fsdp.data.text.chat_layout import SHOWN, Unfit, shared
-from llava_fsdp.data.text.message_parts import TEXT, Message
-from llava_fsdp.data.text.tokenizer import Stretch
+from llava_fsdp.data.text.chat_template.chat_features import OPENERS, SAID, THOUGHT, Features, Renders
+from llava_fsdp.data.text.chat_template.chat_layout import SHOWN, Unfit, shared
+from llava_fsdp.data.text.chat_template.message_parts import TEXT, Message
+from llava_fsdp.data.text.tokens.tokenizer import Stretch
 
 BREAK = "\ue005"
 """Character that is put into special tokens and placeholders in a record's text before it is rendered, so that those

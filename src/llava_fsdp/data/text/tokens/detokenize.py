@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.data.text.tokenizer import Tokenizer, read_optional
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, read_optional
 from llava_fsdp.runtime.errors import ModelError
 
 BROKEN = "\ufffd"

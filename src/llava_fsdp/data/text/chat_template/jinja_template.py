@@ -20,11 +20,11 @@ from typing import Any
 from llava_fsdp.config import OWN_TEMPLATE as OWN
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
-from llava_fsdp.data.text.answer_target import Asked
-from llava_fsdp.data.text.bounded_jinja import BREAKS, TemplateRefused, render
-from llava_fsdp.data.text.chat_features import Features, learn_features
-from llava_fsdp.data.text.chat_layout import MARK, MARKS, Layout, Unfit, learn
-from llava_fsdp.data.text.message_parts import (
+from llava_fsdp.data.text.chat_template.answer_target import Asked
+from llava_fsdp.data.text.chat_template.bounded_jinja import BREAKS, TemplateRefused, render
+from llava_fsdp.data.text.chat_template.chat_features import Features, learn_features
+from llava_fsdp.data.text.chat_template.chat_layout import MARK, MARKS, Layout, Unfit, learn
+from llava_fsdp.data.text.chat_template.message_parts import (
     IMAGE,
     ROLES,
     TEXT,
@@ -36,7 +36,7 @@ from llava_fsdp.data.text.message_parts import (
     shape_of,
 )
 from llava_fsdp.data.text.templates import Template, template
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.safe_load import read_text
 from llava_fsdp.runtime.text.log import log

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from llava_fsdp.data.records.record import Call
-from llava_fsdp.data.text.chat_layout import MARK, Unfit, shared
-from llava_fsdp.data.text.message_parts import TEXT, Message, MessageForm
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.chat_template.chat_layout import MARK, Unfit, shared
+from llava_fsdp.data.text.chat_template.message_parts import TEXT, Message, MessageForm
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message under which templates read a thought."""

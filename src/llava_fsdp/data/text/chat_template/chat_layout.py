@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from llava_fsdp.data.text.message_parts import IMAGE, TEXT, VIDEO, TurnShape, parse_shape, shape_of
+from llava_fsdp.data.text.chat_template.message_parts import IMAGE, TEXT, VIDEO, TurnShape, parse_shape, shape_of
 
 MARK = "\ue000turn {}\ue001"
 """Stands for text number {} of a conversation, with private-use characters, which no template treats specially."""
