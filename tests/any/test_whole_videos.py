@@ -41,7 +41,7 @@ from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import ProcessorImages
 from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.clip import Clip
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError

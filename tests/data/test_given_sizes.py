@@ -21,7 +21,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.examine_passes import PictureSizes
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import given_sizes
+from llava_fsdp.data.records.forms.image_places import given_sizes
 from llava_fsdp.data.validation_prompts import ask
 from llava_fsdp.runtime.errors import ConfigError, ImageError
 

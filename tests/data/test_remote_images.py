@@ -27,7 +27,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.main import with_paths
 from llava_fsdp.evaluate.read_questions import first_question

@@ -10,7 +10,7 @@ import pytest
 from golden_folder import golden_folder, read_lines
 
 from llava_fsdp.config import SpecialTokens, TooLong
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder

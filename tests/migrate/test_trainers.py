@@ -9,7 +9,7 @@ import pytest
 from small import config_of
 from test_migrate import quickly, row, unknown_of
 
-from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
+from llava_fsdp.data.records.forms.parse_record import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.migrate import main as entry
 from llava_fsdp.migrate.command import Migration, assignments, migrate
 from llava_fsdp.migrate.flags.trainer_tables import DIFFERS, TABLES

@@ -12,7 +12,7 @@ from real_parts import IMAGE, one_record, open_processor
 from transformers import AutoTokenizer
 
 from llava_fsdp.config import SpecialTokens, TooLong
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate, open_template
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.sample import Sample

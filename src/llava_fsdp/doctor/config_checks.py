@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llava_fsdp.config import Config, DType, ModelConfig, Part, Source, paths_in
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_read
-from llava_fsdp.data.records.forms import RecordKeys
+from llava_fsdp.data.records.forms.parse_record import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
 from llava_fsdp.doctor.findings import Finding, Level, fail, finding_of, ok, warn

@@ -11,7 +11,7 @@ from llava_fsdp.config import EvaluateConfig, Task
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.check import inline_images
 from llava_fsdp.data.index.record_store import DataSource, files_of, open_data_files, sources_of
-from llava_fsdp.data.records.forms import FORMS
+from llava_fsdp.data.records.forms.parse_record import FORMS
 from llava_fsdp.data.records.record import (
     BYTE_ORDER_MARK,
     Record,

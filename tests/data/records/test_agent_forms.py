@@ -13,7 +13,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Thoughts, TooLong
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import Call, Record, Turn
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.teaching import Teaching

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from llava_fsdp.data.containers.data_files import DataFiles
-from llava_fsdp.data.records.forms import RecordKeys
+from llava_fsdp.data.records.forms.parse_record import RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.record import TOO_LARGE
 from llava_fsdp.data.records.rows import all_lines

@@ -26,7 +26,8 @@ from llava_fsdp.data.images.check import ImageBytes, inline_images, read_size
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import BITS, Kind
-from llava_fsdp.data.records.forms import FORMS, GIVEN_AS, RecordKeys, RecordReader, parse_record
+from llava_fsdp.data.records.forms.parse_record import FORMS, RecordKeys, parse_record
+from llava_fsdp.data.records.forms.record_reader import GIVEN_AS, RecordReader
 from llava_fsdp.data.records.record import INLINE, LOCATION, Call, Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import check_turns

@@ -12,7 +12,7 @@ from tiers import slow_after
 
 from llava_fsdp.data.containers.file_reader import reading as source_of
 from llava_fsdp.data.records import json_stream
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.json_stream import spans
 from llava_fsdp.data.records.record import Record, Turn, parse_text
 from llava_fsdp.data.text.conversation import check_turns

@@ -19,7 +19,7 @@ from llava_fsdp.data.index.examine.bad_records import remarks
 from llava_fsdp.data.index.statistics import make_report
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import BITS, Kind
-from llava_fsdp.data.records.forms import RecordKeys
+from llava_fsdp.data.records.forms.parse_record import RecordKeys
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.tokens.constants import IGNORE

@@ -21,7 +21,7 @@ from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records import rows as records_rows
-from llava_fsdp.data.records.forms import NO_KEYS
+from llava_fsdp.data.records.forms.parse_record import NO_KEYS
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.records.record_file import RecordFile

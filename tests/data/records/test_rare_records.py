@@ -15,7 +15,8 @@ from test_tar import ASKS, TEXT, write
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records import packed_text
-from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, given_sizes, parse_record
+from llava_fsdp.data.records.forms.image_places import given_sizes
+from llava_fsdp.data.records.forms.parse_record import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.packed_text import copy_name, is_copied, refused
 from llava_fsdp.data.records.parquet import json_line, read_columns

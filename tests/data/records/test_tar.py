@@ -15,7 +15,7 @@ from llava_fsdp.data.images.check import inline_images, read_file
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.loader import build_loader
-from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys
+from llava_fsdp.data.records.forms.parse_record import NO_KEYS, RecordKeys
 from llava_fsdp.data.records.record import LOCATION
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.runtime.errors import DataError, SourceError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import RecordKeys, parse_record
+from llava_fsdp.data.records.forms.parse_record import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.record import HELD, Record, count_images, is_video
 from llava_fsdp.data.records.record_file import RecordFile, read_records

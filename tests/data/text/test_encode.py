@@ -12,7 +12,7 @@ from small import ASSETS
 
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.conversation import IM_END, IM_START, opening_question, prompt
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, are_supervised, encode_prompt

@@ -12,7 +12,7 @@ import pytest
 
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text import encode
 from llava_fsdp.data.text.encode import ExactEncoder

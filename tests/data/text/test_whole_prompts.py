@@ -27,7 +27,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from llava_fsdp.config import AspectRatio, PatchMerge, TooLong
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import Record, Turn, is_video
 from llava_fsdp.data.text.chat_template.jinja_template import OWN, ChatTemplate, open_template, own_name
 from llava_fsdp.data.text.chat_template.message_parts import divide, media_of

@@ -26,7 +26,7 @@ from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
 from llava_fsdp.data.index.find_files import find_files, find_images
 from llava_fsdp.data.index.integrity import DONE, damaged_index, read_column, read_json, write_done
 from llava_fsdp.data.index.worker_pool import open_column
-from llava_fsdp.data.records.forms import RecordKeys, parse_record
+from llava_fsdp.data.records.forms.parse_record import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import spans
 from llava_fsdp.data.records.packed_text import check_unpacks
 from llava_fsdp.data.records.parquet import check_installed, is_parquet

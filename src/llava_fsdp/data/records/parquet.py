@@ -24,16 +24,10 @@ import numpy as np
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.parquet.parquet_container import SPELL_OUT, ParquetContainer
-from llava_fsdp.data.records.forms import (
-    ENTRY_KEYS,
-    FORMS,
-    NO_KEYS,
-    SIZE_KEYS,
-    SYSTEM,
-    TURN_KEYS,
-    VIDEO_KEYS,
-    RecordKeys,
-)
+from llava_fsdp.data.records.forms.image_places import SIZE_KEYS
+from llava_fsdp.data.records.forms.messages import TURN_KEYS
+from llava_fsdp.data.records.forms.pairs import ENTRY_KEYS
+from llava_fsdp.data.records.forms.parse_record import FORMS, NO_KEYS, SYSTEM, VIDEO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, KeyMeaning, held_under, is_thought, meaning_of
 from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations

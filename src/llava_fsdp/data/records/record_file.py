@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.containers.file_reader import reading
-from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
+from llava_fsdp.data.records.forms.parse_record import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES, spans
 from llava_fsdp.data.records.packed_text import blocks, copy_name, is_copied
 from llava_fsdp.data.records.parquet import is_parquet

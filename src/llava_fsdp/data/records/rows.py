@@ -13,7 +13,7 @@ import numpy as np
 
 from llava_fsdp.data.columns import BLOCK, Columns, column
 from llava_fsdp.data.containers.data_files import DataFiles
-from llava_fsdp.data.records.forms import RecordKeys
+from llava_fsdp.data.records.forms.parse_record import RecordKeys
 from llava_fsdp.data.records.parquet import ParquetRows, is_parquet
 from llava_fsdp.data.records.tar import TarRows
 from llava_fsdp.runtime.files.durable_files import replacing, sync_folder

@@ -19,7 +19,8 @@ import numpy as np
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.tar_container import TarSample, tar_samples
-from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
+from llava_fsdp.data.records.forms.parse_record import NO_KEYS, RecordKeys
+from llava_fsdp.data.records.forms.record_reader import GIVEN_AS
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.keys import KeyMeaning, meaning_of
 from llava_fsdp.data.records.parquet import json_line

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from llava_fsdp.data.problems import Kind
-from llava_fsdp.data.records.forms import SPEAKERS
+from llava_fsdp.data.records.forms.messages import SPEAKERS
 from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Record, Turn
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, media_of

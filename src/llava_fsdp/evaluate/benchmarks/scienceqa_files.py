@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.images.check import inline_images
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import IMAGE_TAG, shown
 from llava_fsdp.evaluate.benchmarks.references import count_choices, letter_of
 from llava_fsdp.evaluate.benchmarks.scoring import LETTERS, named_choice

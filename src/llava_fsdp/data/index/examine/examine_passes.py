@@ -33,7 +33,7 @@ from llava_fsdp.data.index.examine.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.problems import BITS, Kind
-from llava_fsdp.data.records.forms import SIZE_KEYS, given_sizes
+from llava_fsdp.data.records.forms.image_places import SIZE_KEYS, given_sizes
 from llava_fsdp.data.records.keys import count_keys
 from llava_fsdp.data.records.record import IMAGE_TAG, INLINE, Record, is_video, unread_reason
 from llava_fsdp.runtime.errors import ConfigError, DataError

@@ -1,0 +1,181 @@
+"""Parse the messages of a conversation: the values of the keys `conversations` and `messages` of a record.
+
+In the functions, `what` and `where` name a value and the record in error messages, and `form` is a value's place in the
+record, such as `messages[].`. A function raises DataError if the value that it parses is wrong.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from llava_fsdp.data.records.forms.record_reader import (
+    GIVEN_AS,
+    IMAGE_PARTS,
+    VIDEO,
+    VIDEO_GIVEN_AS,
+    RecordReader,
+    given_images,
+)
+from llava_fsdp.data.records.keys import REASONS, KeyMeaning
+from llava_fsdp.data.records.record import IMAGE_TAG, Call, Turn, is_empty, names_media
+from llava_fsdp.data.records.tools import (
+    CALLERS,
+    RECORD_TOOLS,
+    RESULT_KEYS,
+    RESULTS,
+    TOOL_KEYS,
+    TURN_CALLS,
+    has_no_tools,
+    joined_calls,
+    linked_results,
+    read_call,
+    read_calls,
+)
+
+TURN_KEYS = (("from", "value"), ("role", "content"))
+"""Keys of a turn in `conversations` or `messages`: its speaker, and its text or (only `content`) a list of parts."""
+SPEAKERS = {
+    "human": "human", "user": "human",
+    "gpt": "gpt", "assistant": "gpt", "model": "gpt", "chatgpt": "gpt", "bing": "gpt", "bard": "gpt",
+    "system": "system",
+}  # fmt: skip
+"""{name of a speaker: role of a turn}. A turn whose speaker has another name keeps the name, and is refused later."""
+MESSAGE_KEYS = frozenset([key for pair in TURN_KEYS for key in pair] + [*TOOL_KEYS])
+"""Keys of a message that are read; those of TOOL_KEYS are refused where they have no place."""
+THOUGHT_PARTS, CALL_PART, RESULT_PART = ("thinking", "reasoning"), "tool_use", "tool_result"
+"""Types of the parts of a message that are no text and no media, as Anthropic writes them: thoughts and calls of an
+answer, and the result of a call in the message after it."""
+HIDDEN_PART = "redacted_thinking"
+"""Type of a part with an encrypted thought."""
+AGENT_PART_KEYS = frozenset("type thinking reasoning text signature id name input tool_use_id content is_error "
+                            "cache_control".split())  # fmt: skip
+"""Keys of these parts that are read, or change nothing that is learnt."""
+PART_KEYS = frozenset(["type", "text", "detail", "cache_control", *GIVEN_AS, *VIDEO_GIVEN_AS])
+"""Keys of a part of a message that are read, or change nothing that is learnt."""
+
+
+def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
+    """Parse the value of the key `conversations` or `messages`."""
+    if not isinstance(raw, list):
+        raise reader.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
+    made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
+    if all(turn.role != "tool" and not turn.calls for turn in made):
+        return made
+    return linked_results(joined_calls(made, reader.bad), reader.refuse_turn)
+
+
+def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
+    """Parse one message of `conversations` or `messages`. It is one turn, but for a message with the results of
+    calls as parts, each of which is a turn before it."""
+    fields = raw if isinstance(raw, dict) else {}
+    speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
+    speaker = speakers[0] if speakers else ""
+    role = "tool" if speaker in RESULTS else "call" if speaker in CALLERS else SPEAKERS.get(speaker) or speaker
+    is_answer = role in ("gpt", "call")
+    reader.refuse_tools(what, fields, RECORD_TOOLS if role == "gpt" else TOOL_KEYS)
+    texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
+    thought = reader.thought_of(what, fields) if role == "gpt" else None
+    calls = calls_of(reader, what, fields) if role == "gpt" else ()
+    is_bare = not texts and bool(calls or thought is not None)  # an answer may have no text beside its calls
+    if (len(texts) != 1 and not is_bare) or len(speakers) != 1:
+        raise reader.bad(what, raw, "an object with from and value, or with role and content")
+    reader.note_unread(fields)
+    known = MESSAGE_KEYS | RESULT_KEYS if role == "tool" else MESSAGE_KEYS
+    learnt = reader.note_keys(what, fields, known, form, is_answer) or not is_answer
+    content = "" if is_bare else fields[texts[0]]
+    if role == "call":
+        found = read_calls(what, content, reader.bad, reader.is_table)
+        return [Turn("call", "", learnt, calls=found)]
+    if role == "tool":
+        names = fields.get("name"), fields.get("tool_call_id") or fields.get("id")
+        named, identity = (name if isinstance(name, str) else "" for name in names)
+        calls = (Call(named, {}, identity),)
+    if texts != ["content"] or not isinstance(content, list):
+        return [Turn(role, reader.text(what, content), learnt, thought=thought, calls=calls)]
+    return read_content(
+        reader, what, content, Turn(role, "", learnt, thought=thought, calls=calls), f"{form}content[]."
+    )
+
+
+def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn, form: str) -> list[Turn]:
+    """Parse a message whose content is a list of parts: the results of calls, then the rest of the message, if it
+    is more than results. `turn` is the message without its content."""
+    texts, thoughts, results = list[str](), list[str](), list[Turn]()
+    calls = list(turn.calls)
+    for number, part in enumerate(content):
+        own, kind = f"{what}, part {number}", part.get("type") if isinstance(part, dict) else None
+        if kind == HIDDEN_PART:
+            raise reader.bad(own, kind, "a thought that can be read, as an encrypted one cannot be learnt or shown")
+        if kind == RESULT_PART and turn.role == "human":
+            if texts:
+                raise reader.bad(own, kind, "before the other parts of its message")
+            results.append(read_result(reader, own, part, form))
+        elif kind in (*THOUGHT_PARTS, CALL_PART) and turn.role == "gpt":
+            reader.note_keys(own, part, AGENT_PART_KEYS, form)
+            if kind == CALL_PART:
+                calls.append(read_call(own, part, reader.bad, reader.is_table))
+            else:
+                thoughts.append(reader.text(own, part.get(kind) or part.get("text") or ""))
+        else:
+            texts.append(read_part(reader, own, part, form=form, is_answer=turn.role == "gpt"))
+    if results and not texts:
+        return results
+    thought = "".join(thoughts) if "".join(thoughts).strip() else None
+    if None not in (thought, turn.thought) and thought != turn.thought:
+        raise reader.bad(what, [turn.thought, thought], "an answer with one thought")
+    text, parts = "".join(texts), tuple(texts) if texts else None
+    made = replace(turn, text=text, parts=parts, thought=thought or turn.thought, calls=tuple(calls))
+    return [*results, made]
+
+
+def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str) -> Turn:
+    """Parse a part of a message that is the result of a call."""
+    reader.note_keys(what, raw, AGENT_PART_KEYS, form, is_answer=False)
+    content, parts = raw.get("content"), None
+    if isinstance(content, list):
+        parts = tuple(read_part(reader, f"{what}, part {number}", own, form) for number, own in enumerate(content))
+        content = "".join(parts)
+    text = reader.text(what, "" if content is None else content)
+    return Turn("tool", text, parts=parts, calls=(Call("", {}, str(raw.get("tool_use_id") or "")),))
+
+
+def calls_of(reader: RecordReader, what: str, raw: dict[str, Any]) -> tuple[Call, ...]:
+    """Return the calls of an answer from its keys `tool_calls` and `function_call`."""
+    given = [key for key in TURN_CALLS if not has_no_tools(raw.get(key))]
+    if len(given) > 1:
+        raise reader.bad(what, raw, f"an answer with one of {' and '.join(given)}")
+    return tuple(own for key in given for own in read_calls(f"{what}, {key}", raw[key], reader.bad, reader.is_table))
+
+
+def read_part(reader: RecordReader, what: str, raw: Any, form: str = "", is_answer: bool = False) -> str:
+    """Return the text of one part of a message whose content is a list of parts, as in OpenAI's chat format. For a
+    part that is an image or a video, the text is `<image>`, and its name is stored; for other media, it is empty.
+
+    Args:
+        what: name of the part in error messages.
+        form: where in the record the part is, such as `messages[].content[].`, for the names of unread keys.
+        is_answer: whether the part belongs to an answer.
+    """
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str):
+        raise reader.bad(what, raw, "an object with type (text, image or image_url)")
+    if not reader.note_keys(what, raw, PART_KEYS, form, is_answer):
+        reader.not_obeyed = reader.not_obeyed or f"{what} is not to be learnt; {REASONS[KeyMeaning.spans]}"
+    given = given_images(raw)
+    if kind == "text":
+        reader.note_unread(raw)
+        reader.note_unread({"image": given})
+        return reader.text(what, raw.get("text"))
+    if kind in IMAGE_PARTS and is_empty(raw.get("text")):
+        reader.note_unread(raw, GIVEN_AS)
+        if given:
+            reader.in_parts.append(reader.image(what, raw))
+        return IMAGE_TAG
+    named = [raw[key] for key in VIDEO_GIVEN_AS if not is_empty(raw.get(key))]
+    if kind == VIDEO and reader.reads_videos and len(named) == 1 and is_empty(raw.get("text")):
+        reader.note_unread(raw, VIDEO_GIVEN_AS)
+        reader.in_parts.append(reader.video(what, named[0]))
+        return IMAGE_TAG
+    if kind in IMAGE_PARTS or not names_media(kind):
+        raise reader.bad(what, raw, "of type text, image or image_url, and have either text or an image")
+    reader.note_unread({kind: raw})
+    return ""
