@@ -23,9 +23,11 @@ from whole_models import (
     WholeModel,
     assert_same_gradients,
     conversation,
+    example_of,
     named,
     own_gradients,
     peer_gradients,
+    peer_loss,
 )
 
 from llava_fsdp.config import Config
@@ -75,6 +77,22 @@ def test_loss_and_gradients_of_a_row_are_the_sum_over_its_samples(name: str, who
     assert [len(micro.lengths) for micro in micros] == [0 if name in PADDED else 4]
     assert own_loss == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+@pytest.mark.parametrize("name", any_but([], WHOLE))
+def test_losses_and_gradients_have_the_weights_of_the_records(name: str, whole: Whole, tmp_path: Path) -> None:
+    model, peer = whole(name), whole(name).peer()
+    rows = [{**row, "weight": 0.5**number} for number, row in enumerate(model.records("few"))]
+    write_json(tmp_path / "a.json", rows)
+    total = 0.0
+    for row in rows:
+        loss = row["weight"] * peer_loss(peer, example_of(model, row))
+        loss.backward()
+        total += loss.item()
+    wanted = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+    own_loss, own, _ = own_gradients(begun(single_world(), model.config(tmp_path, f"data.path={tmp_path / 'a.json'}")))
+    assert own_loss == pytest.approx(total, rel=1e-5)
+    assert_same_gradients(own, wanted, 1e-4 if name == "qwen3_5" else 1e-5)
 
 
 @pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))

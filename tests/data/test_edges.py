@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
+from llava_fsdp.config import FULL_WEIGHT, AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, per_token
@@ -42,7 +42,15 @@ from llava_fsdp.data.index.record_store import (
     join_positions,
 )
 from llava_fsdp.data.index.statistics import describe_lengths
-from llava_fsdp.data.index.token_pass import FIRST_TURN, LAST_TURN, LOSSES_COLUMN, ROW_COUNTS, TAUGHT, EncodeRecords
+from llava_fsdp.data.index.token_pass import (
+    FIRST_TURN,
+    LABEL_WEIGHT,
+    LAST_TURN,
+    LOSSES_COLUMN,
+    ROW_COUNTS,
+    TAUGHT,
+    EncodeRecords,
+)
 from llava_fsdp.data.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.parquet import ParquetRows, check_types
 from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
@@ -351,15 +359,16 @@ def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.M
     taught = np.arange(2 * len(TAUGHT)).reshape(2, -1)
     index = SimpleNamespace(store=store, taught=taught)
     records: Any = SimpleNamespace(
-        index=index, source_counts=[7, 4], count_records=lambda begin, end: end - begin, **columns
-    )
+        index=index, source_counts=[7, 4], count_records=lambda begin, end: end - begin, **columns,
+        weight_of=lambda block: int(columns["labels"][block].sum()) * FULL_WEIGHT // 2,
+    )  # fmt: skip
     found = statistics.count_sources(records)
     assert [(own.records, own.left_out, own.samples) for own in found] == [(9, 2, 7), (4, 0, 4)]
     assert [list(own.taught.values()) for own in found] == taught.tolist()
     for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
         sums = [own.tokens, own.label_tokens, own.pictures, own.tiles, own.image_tokens]
         assert sums == [int(values[part].sum()) for values in columns.values()]
-        assert own.text_only == int((columns["pictures"][part] == 0).sum())
+        assert own.text_only == int((columns["pictures"][part] == 0).sum()) and own.label_weight == own.label_tokens / 2
     records.image_tokens = None  # as in indexes that did not count them
     assert [own.image_tokens for own in statistics.count_sources(records)] == [None, None]
 
@@ -396,6 +405,8 @@ def test_what_maximum_lengths_cost_is_added_up_for_each_source(tmp_path: Path, m
     monkeypatch.setattr(build, "column", lambda path, name: chunks[path] if name == LOSSES_COLUMN else learnt)
     for name in (ROW_COUNTS, FIRST_TURN, LAST_TURN):
         np.save(tmp_path / f"{name}.npy", np.ones(8, dtype=np.int32))
+    np.save(tmp_path / "labels.npy", np.arange(8, dtype=np.int32))
+    np.save(tmp_path / f"{LABEL_WEIGHT}.npy", np.arange(8) * FULL_WEIGHT)
     sources = [SimpleNamespace(name=name) for name in ("x", "y")]
     parts = {0: SimpleNamespace(source=0), 5: SimpleNamespace(source=1), 7: SimpleNamespace(source=1)}
     task: Any = SimpleNamespace(
@@ -405,7 +416,7 @@ def test_what_maximum_lengths_cost_is_added_up_for_each_source(tmp_path: Path, m
     second = [[30 + 2 * n for n in range(4)], [38 + 2 * n for n in range(4)]]
     losses = [[[0, 1, 2, 3], [4, 5, 6, 7]], second]
     assert facts == {"limits": [512, 1024], "losses": losses, "taught": [learnt.tolist()] * 2}
-    assert not list(tmp_path.iterdir()), "columns of several samples"
+    assert [own.name for own in tmp_path.iterdir()] == ["labels.npy"], "columns of several samples, and of weights"
     index: Any = SimpleNamespace(store=task.store, limits=facts["limits"], losses=np.array(facts["losses"]))
     for row, own in enumerate(statistics.describe_losses(index)):
         found = {name: list(values.values()) for name, values in own["sources"].items()}

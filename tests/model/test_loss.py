@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llava_fsdp.config import LossConfig, LossKernel, Normalize
+from llava_fsdp.config import FULL_WEIGHT, LossConfig, LossKernel, Normalize
+from llava_fsdp.model.llava.own_parts import own_loss
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.loss import (
     UNCHANGED,
@@ -263,3 +264,30 @@ def test_factors_and_caps_have_the_loss_and_the_gradients_of_fp64(
     pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, exact), strict=True)
     for ours, theirs in pairs:
         assert float((ours - theirs).norm() / theirs.norm()) < 3e-6
+
+
+WEIGHTED = [whole_loss, *(partial(each, chunk_tokens=4) for each in (chunked_loss, recomputed_loss))]
+own = partial(own_loss, cfg=LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=LossKernel.auto))
+WEIGHTED.append(partial(own(partial(functional.cross_entropy, reduction="none")), change=UNCHANGED))
+
+
+@pytest.mark.parametrize("function", WEIGHTED)
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_weighted_losses_have_the_gradients_of_fp64(function: Callable[..., Any], chunk: int) -> None:
+    """The losses of single labels are those without weights; a vocabulary of which one rank has all counts likewise."""
+    hidden, weight, ids = drawn(torch.float32)
+    units = torch.randint(1, FULL_WEIGHT + 1, (LABELS,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    singles = functional.cross_entropy(exact[0] @ exact[1].t(), ids, reduction="none")
+    expected = (singles * units.double() / FULL_WEIGHT).sum()
+    wanted = torch.autograd.grad(expected, exact)
+    part = VocabularyPart(0, lambda own: own, lambda own: own)
+    for own in (function, partial(chunked_loss, chunk_tokens=chunk, part=part)):
+        collector = LossCollector()
+        found = own(hidden, weight, ids, weights=units, collector=collector)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), wanted, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 3e-6
+        assert torch.allclose(torch.cat(collector.chunks).double(), singles.detach(), atol=1e-5)
+        with torch.no_grad():
+            assert own(hidden, weight, ids, weights=units).item() == pytest.approx(expected.item(), rel=1e-6)

@@ -140,6 +140,7 @@ def dataset_report(cut: bool) -> dict[str, Any]:
     source = {
         "name": LONG, "file": f"data/{LONG}.json", "images": None, "records": 2000, "left_out": 3, "text_only": 4,
         "pictures": 2500, "tokens": 1_600_000, "median": 700, "longest": 2048, "label_tokens": 300_000,
+        "label_weight": 2e5,
         "tiles": 2500, "image_tokens": 1_440_000, "problems": {kind: 3 for kind in ("image_missing", LONG, "url", "a")},
         "taught": {"answers": 2100, "proven": 2000, "split": 7, "thought": 11, "calls": 0, "text": 299_000},
     }  # fmt: skip

@@ -18,10 +18,11 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
-from llava_fsdp.config import Config, DType, Part, QuantizeConfig, Quantizer
+from llava_fsdp.config import FULL_WEIGHT, Config, DType, Part, QuantizeConfig, Quantizer
 from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.tile_inputs import normalize
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
@@ -130,7 +131,7 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
             p.grad = torch.zeros_like(p)
         read = [(i, steps.read(i)) for i in steps.sampler.samples(step)]
         rows = [(i, row) for i, row in read if not isinstance(row, SkippedSample)]
-        count = sum(int((sample.labels[1:] != IGNORE).sum()) for _, (sample, _) in rows)
+        count = sum(float(weights_of(sample).sum()) for _, (sample, _) in rows)
         loss_sum = 0.0
         for number, (sample, pictures) in rows:
             if adapters is not None:
@@ -140,7 +141,8 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
             table = torch.from_numpy(steps.image_reader.preprocessor.pixel_table())
             pixels = normalize(torch.from_numpy(np.concatenate(pictures)), table) if pictures else None
             logits = model(input_ids=ids, pixel_values=pixels).logits[0, :-1, : vocabulary(cfg)]
-            loss = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum") / count
+            singles = functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="none")
+            loss = (singles * weights_of(sample)).sum() / count
             if loss.requires_grad:  # stage 1 trains nothing on a sample without a picture
                 loss.backward()
             loss_sum += float(loss.detach())
@@ -152,6 +154,12 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
         model.save_pretrained(to)
         weights = load_file(to / "model.safetensors")
     return Outcome(losses, norms, {ours(n): p.detach() for n, p in weights.items()})
+
+
+def weights_of(sample: Sample) -> torch.Tensor:
+    """The weight of each label, float32, without the first token's; 0 where there is no label."""
+    weights = np.ones(len(sample.labels)) if sample.weights is None else sample.weights / FULL_WEIGHT
+    return torch.from_numpy(np.where(sample.labels != IGNORE, weights, 0)[1:]).float()
 
 
 def quantize(module: torch.nn.Module, cfg: QuantizeConfig) -> None:

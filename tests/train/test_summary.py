@@ -6,11 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small import config_of
 
-from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
+from llava_fsdp.config import FULL_WEIGHT, Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.memory.memory import Weight
@@ -139,6 +140,7 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
 
     class Kept(list):
         num_wrong, num_too_long, num_records, index = 3, 2, 1234, SimpleNamespace(examined=None)
+        repeated, weights, labels = 77, None, np.full(1234, 3)
 
     records: Any = Kept(range(1234))
     assert summary.describe_data(cfg, records) == ("a.json: 1,234 records, 3 skipped as wrong, 2 skipped as too long")
@@ -146,7 +148,14 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
     records.index = SimpleNamespace(examined=SimpleNamespace(summary="all images are there"))
     assert summary.describe_data(cfg, records) == "a.json: 1,234 records; all images are there"
     records.num_records = 1000
-    assert summary.describe_data(cfg, records) == "a.json: 1,000 records, 1,234 samples; all images are there"
+    several = "1,000 records, 1,234 samples (77 tokens are read repeatedly)"
+    assert summary.describe_data(cfg, records) == f"a.json: {several}; all images are there"
+    records.weights, records.weight_of = (
+        records.labels,
+        lambda block: int(records.labels[block].sum()) * FULL_WEIGHT // 2,
+    )
+    mean = "mean weight of a label 0.5"
+    assert summary.describe_data(cfg, records) == f"a.json: {several}, {mean}; all images are there"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from llava_fsdp.config.commands import (
     TrainedModelConfig,
 )
 from llava_fsdp.config.keys.data import (
+    FULL_WEIGHT,
     HELDOUT,
     OWN_TEMPLATE,
     DataConfig,
@@ -68,6 +69,7 @@ from llava_fsdp.config.keys.enums import (
     Format,
     History,
     KeptDType,
+    LabelWeights,
     LinearKind,
     LoraBias,
     LossKernel,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, is_remote
+from llava_fsdp.config import AspectRatio, BadRecords, Config, LossKernel, Parity, is_remote
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
@@ -111,6 +111,11 @@ def build_loader(
     records = open_records(cfg, encoder, image_reader, watch if is_first else watch_silently)
     if isinstance(encoder, ProcessorEncoder):
         check_kinds(cfg, records, encoder.processor)
+    if cfg.loss.kernel is LossKernel.torch and records.weights is not None:
+        raise ConfigError(
+            f"loss.kernel=torch: torch's kernel returns the sum of all losses, and records of {records.index.folder} "
+            "give labels weights between 0 and 1; set loss.kernel=auto, or data.weights=ignore"
+        )
     if shape.needs_blank and isinstance(image_reader, ProcessorImages):
         assert isinstance(encoder, ProcessorEncoder)
         image_reader = replace(image_reader, blanks=encoder.blanks(records.has_videos))
@@ -228,7 +233,7 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
             "tokenizer, or set labels=exact"
         )
     original = Original(tokenizer, template(cfg.trained_template), cfg.data.max_length, pad, start_end)
-    return OriginalEncoder(original, image_reader.image_rows)
+    return OriginalEncoder(original, image_reader.image_rows, Teaching.of_config(cfg.data))
 
 
 def has_padding_token(cfg: Config) -> bool:

@@ -82,7 +82,7 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.no_labels: Problem("no label: masked, or cut before the first answer", Kept.like_original),
     Kind.too_long: Problem("longer than data.max_length", Kept.truncated),
     Kind.key_not_obeyed: Problem(
-        "a key says what is learnt, and cannot be obeyed: a weight between 0 and 1, a thought with "
+        "a key says what is learnt, and cannot be obeyed: a weight above 1 or of a question, a thought with "
         "data.thoughts=refuse, a rejected answer",
         Kept.no,
     ),

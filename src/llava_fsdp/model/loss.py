@@ -14,11 +14,13 @@ The loss functions have these arguments in common:
     collector: gets the loss of every single label; None: these losses are not kept.
     part: which rows of the output layer `weight` has; None: all.
     change: how logits are made from the output of the output layer.
+    weights: factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1. They are
+        integers, because FSDP casts the floating-point arguments of a model to the compute dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,7 +30,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from llava_fsdp.config import LossConfig, LossKernel
+from llava_fsdp.config import FULL_WEIGHT, LossConfig, LossKernel
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -80,10 +82,12 @@ class LabelLoss(Protocol):
         *,
         collector: LossCollector | None = None,
         change: LogitChange = UNCHANGED,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the labels' cross entropies, float32 scalar, from `hidden` [labels, width], the output
-        layer's `weight` [vocabulary, width] and `label_ids`, int64 [labels]. `collector` gets the loss of each label.
-        `change`: how the logits are made from the product of `hidden` and `weight`."""
+        layer's `weight` [vocabulary, width] and `label_ids`, int64 [labels]. `collector` gets the loss of each label,
+        before it is multiplied by its weight. `change`: how the logits are made from the product of `hidden` and
+        `weight`. `weights`: weight of each label, int32 [labels], in units of 1 / FULL_WEIGHT; None: all are 1."""
         ...
 
 
@@ -98,13 +102,18 @@ class OutputLayer(nn.Linear):
         self.change = change
 
     def forward(
-        self, hidden: torch.Tensor, label_ids: torch.Tensor | None = None, *, collector: LossCollector | None = None
+        self,
+        hidden: torch.Tensor,
+        label_ids: torch.Tensor | None = None,
+        *,
+        collector: LossCollector | None = None,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels, float32 scalar or, without labels, the logits, float32 [labels,
-        vocabulary]."""
+        """Return the sum of the losses of all labels, each times its weight, float32 scalar or, without labels, the
+        logits, float32 [labels, vocabulary]."""
         if label_ids is None:
             return self.change.apply(super().forward(hidden).float())
-        return self.label_loss(hidden, self.weight, label_ids, collector=collector, change=self.change)
+        return self.label_loss(hidden, self.weight, label_ids, collector=collector, change=self.change, weights=weights)
 
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
@@ -143,12 +152,26 @@ def whole_loss(
     label_ids: torch.Tensor,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once:
     `hidden` [labels, width], the output layer's `weight` [vocabulary, width], `label_ids` int64 [labels]."""
     logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
     record_losses(collector, logs, label_ids)
-    return functional.nll_loss(logs, label_ids, reduction="sum")
+    return summed_losses(logs, label_ids, weights)
+
+
+def summed_losses(logs: torch.Tensor, label_ids: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the losses of labels, each times its weight, float32 scalar. `logs` are log-probabilities,
+    [labels, vocabulary]."""
+    if weights is None:
+        return functional.nll_loss(logs, label_ids, reduction="sum")
+    return (functional.nll_loss(logs, label_ids, reduction="none") * factors(weights)).sum()
+
+
+def factors(weights: torch.Tensor) -> torch.Tensor:
+    """Return weights, int32 in units of 1 / FULL_WEIGHT, as float32, in which each is exact."""
+    return weights.float() / FULL_WEIGHT
 
 
 def record_losses(collector: LossCollector | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
@@ -166,6 +189,7 @@ def chunked_loss(
     collector: LossCollector | None = None,
     part: VocabularyPart | None = None,
     change: LogitChange = UNCHANGED,
+    weights: torch.Tensor | None = None,
 ):
     """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output of the output
     layer is computed in the compute dtype and cast to float32. `hidden` is [labels, width]; `weight`, [vocabulary,
@@ -176,8 +200,8 @@ def chunked_loss(
     """
     settings = LogitSettings(chunk_tokens, part, change)
     if torch.is_grad_enabled():
-        return ChunkedLoss.apply(hidden, weight, label_ids, settings, collector)
-    return ChunkedLoss.forward_alone(hidden, weight, label_ids, settings, collector)
+        return ChunkedLoss.apply(hidden, weight, Labels(label_ids, weights), settings, collector)
+    return ChunkedLoss.forward_alone(hidden, weight, Labels(label_ids, weights), settings, collector)
 
 
 def recomputed_loss(
@@ -187,6 +211,7 @@ def recomputed_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
+    weights: torch.Tensor | None = None,
 ):
     """Compute the sum of the cross entropies of all labels in fp16, float32 scalar, a chunk at a time: `hidden` is
     [labels, width], `weight` [vocabulary, width], `label_ids` int64 [labels]. The backward pass computes the logits
@@ -199,13 +224,32 @@ def recomputed_loss(
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
         return total + (hidden.sum() + weight.sum()).float() * 0.0
-    for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
+    pieces = zip(hidden.split(chunk_tokens), Labels(label_ids, weights).split(chunk_tokens), strict=True)
+    for chunk, own in pieces:
         # the backward pass calls `whole_loss` again, which then adds the losses to this collector a second time
         chunk_collector = LossCollector() if collector is not None else None
-        total = total + checkpoint(whole_loss, chunk, weight, ids, chunk_collector, change, use_reentrant=False)
+        arguments = chunk, weight, own.ids, chunk_collector, change, own.weights
+        total = total + checkpoint(whole_loss, *arguments, use_reentrant=False)
         if collector is not None and chunk_collector is not None:
             collector.chunks += chunk_collector.chunks
     return total
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of some positions."""
+
+    ids: torch.Tensor
+    """int64 [labels]."""
+    weights: torch.Tensor | None
+    """Factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1."""
+
+    def split(self, size: int) -> Iterator[Labels]:
+        """Yield the labels in chunks of at most `size`."""
+        yield from (self.at(slice(begin, begin + size)) for begin in range(0, len(self.ids), size))
+
+    def at(self, rows: slice) -> Labels:
+        return Labels(self.ids[rows], None if self.weights is None else self.weights[rows])
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -223,31 +267,32 @@ class ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        label_ids: torch.Tensor,
+        labels: Labels,
         settings: LogitSettings,
         collector: LossCollector | None,
     ):
         """Sum the losses, and compute the gradients at once, which `backward` only scales: logits are never kept."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         chunk_tokens, part = settings.chunk_tokens, settings.part
-        several = len(label_ids) > chunk_tokens
+        count = len(labels.ids)
+        several = count > chunk_tokens
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = None
-        if needs_weight and (several or not len(label_ids)):  # every rank reduces a gradient, also without labels
+        if needs_weight and (several or not count):  # every rank reduces a gradient, also without labels
             of_weight = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, len(label_ids), chunk_tokens):
+        for begin in range(0, count, chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
-            chunk, ids = hidden[rows], label_ids[rows]
+            chunk = hidden[rows]
             differentiate = needs_hidden or needs_weight
-            loss, of_logits = loss_and_gradient(chunk, weight, ids, settings, collector, differentiate)
+            loss, of_logits = loss_and_gradient(chunk, weight, labels.at(rows), settings, collector, differentiate)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if needs_weight:
                 of_weight = add_product(of_weight, of_logits.t(), chunk)
             del of_logits  # freed before the gradient of the next chunk's logits is allocated
-        if part is not None and of_hidden is not None and len(label_ids):
+        if part is not None and of_hidden is not None and count:
             of_hidden = part.total(of_hidden)
         ctx.gradients = of_hidden, of_weight
         ctx.dtype = weight.dtype
@@ -270,28 +315,28 @@ class ChunkedLoss(torch.autograd.Function):
     def forward_alone(
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        label_ids: torch.Tensor,
+        labels: Labels,
         settings: LogitSettings,
         collector: LossCollector | None,
     ):
         """Compute the sum of the cross entropies of all labels, float32 scalar, and no gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
         chunk_tokens = settings.chunk_tokens
-        for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(chunk, weight, ids, settings, collector, differentiate=False)[0]
+        for chunk, own in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            total += loss_and_gradient(chunk, weight, own, settings, collector, differentiate=False)[0]
         return total
 
 
 def loss_and_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    ids: torch.Tensor,
+    labels: Labels,
     settings: LogitSettings,
     collector: LossCollector | None,
     differentiate: bool,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
-    [labels, width], `weight` [vocabulary, width], `ids` int64 [labels]. If `differentiate` is set, also return its
+    [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its
     gradient with respect to the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None.
     With `part`, `weight` has this rank's rows of the vocabulary."""
     output = functional.linear(hidden, weight)
@@ -301,16 +346,19 @@ def loss_and_gradient(
     settings.change.apply_in_place(wide)
     slope = settings.change.slope(wide) if differentiate else 1.0
     if settings.part is not None:
-        loss, gradient = loss_and_gradient_of_part(wide, ids, settings.part, collector, differentiate)
+        loss, gradient = loss_and_gradient_of_part(wide, labels, settings.part, collector, differentiate)
         return loss, None if gradient is None else times(gradient, slope).to(weight.dtype)
     logs = functional.log_softmax(wide, dim=-1)
     del wide
-    loss = functional.nll_loss(logs, ids, reduction="sum")
+    ids = labels.ids
+    loss = summed_losses(logs, ids, labels.weights)
     record_losses(collector, logs, ids)
     if not differentiate:
         return loss, None
     gradient = logs.exp_()
     gradient[torch.arange(len(ids), device=ids.device), ids] -= 1
+    if labels.weights is not None:
+        gradient *= factors(labels.weights)[:, None]
     return loss, times(gradient, slope).to(weight.dtype)
 
 
@@ -321,7 +369,7 @@ def times(gradient: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
 
 def loss_and_gradient_of_part(
     logits: torch.Tensor,
-    ids: torch.Tensor,
+    labels: Labels,
     part: VocabularyPart,
     collector: LossCollector | None,
     differentiate: bool,
@@ -333,7 +381,7 @@ def loss_and_gradient_of_part(
     memory.
     """
     logits -= part.largest(logits.amax(1))[:, None]
-    place = ids - part.first
+    place = labels.ids - part.first
     here = (place >= 0) & (place < logits.shape[1])
     place = place.clamp(0, logits.shape[1] - 1)[:, None]
     picked = logits.gather(1, place)[:, 0].masked_fill(~here, 0)
@@ -342,10 +390,14 @@ def loss_and_gradient_of_part(
     losses = totals.log() - picked
     if collector is not None:
         collector.chunks.append(losses)
+    if labels.weights is not None:
+        losses = losses * factors(labels.weights)
     if not differentiate:
         return losses.sum(), None
     gradient = exponentials.div_(totals[:, None])
     gradient.scatter_add_(1, place, -here.float()[:, None])
+    if labels.weights is not None:
+        gradient *= factors(labels.weights)[:, None]
     return losses.sum(), gradient
 
 
@@ -365,11 +417,13 @@ def torch_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy. This kernel does not
     return the losses of single labels, so nothing is appended to `collector`. `change` may have a factor, but no
     cap."""
     assert change.cap is None, "refused by choose_loss"
+    assert weights is None, "a dataset with weights between 0 and 1 is refused before the first step"
     if change.factor != 1.0:
         hidden = hidden * change.factor
     if not len(label_ids):  # the kernel divides by the number of labels

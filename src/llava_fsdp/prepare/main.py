@@ -144,6 +144,15 @@ def show(report: dict[str, Any], folder: Path) -> None:
     if lengths["samples"]:
         percentiles = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
         console.print(f"tokens of a sample before truncation: mean {lengths['mean']:.1f}; up to {percentiles}")
+    sums = {name: sum(own["taught"][name] for own in report["sources"]) for name in ("split", "repeated")}
+    if sums["split"]:
+        console.print(
+            f"{report['samples']:,} samples of {report['kept']:,} records: the template rewrites earlier turns of "
+            f"{sums['split']:,} records, of whose tokens {sums['repeated']:,} are read repeatedly"
+        )
+    labels, weight = (sum(own[name] for own in report["sources"]) for name in ("label_tokens", "label_weight"))
+    if weight != labels:
+        console.print(f"mean weight of a label: {weight / labels:.3g}")
     if report["examined"] is not None:
         console.print(report["examined"]["summary"])
     columns = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]

@@ -81,8 +81,11 @@ def taught(report: dict[str, Any]) -> Iterator[str]:
         "answers": "answers", "proven": "with a prompt proven equal", "split": "records of several samples",
         "thought": "labels of thoughts", "calls": "of calls", "text": "of texts", "repeated": "tokens read repeatedly",
     }  # fmt: skip
-    rows = [[own["name"], *(own["taught"].get(key, 0) for key in names)] for own in report["sources"]]
-    yield table(["source", *names.values()], rows)
+    rows = [
+        [own["name"], *(own["taught"].get(key, 0) for key in names), f"{mean_weight(own):.3g}"]
+        for own in report["sources"]
+    ]
+    yield table(["source", *names.values(), "mean weight of a label"], rows)
     yield (
         "<p class=note>A prompt is proven equal if the tokens before the answer are those that the model's own chat "
         "template shows the model when it answers there.</p>\n"
@@ -107,6 +110,11 @@ def greatest_counts(counts: dict[str, int]) -> str:
     first = sorted(counts, key=lambda name: -counts[name])[:NAMED]
     more = [f"{len(counts) - NAMED}{SPACE}more"] if len(counts) > NAMED else []
     return ", ".join([*(f"{name}{SPACE}{counts[name]:,}" for name in first), *more])
+
+
+def mean_weight(counts: dict[str, Any]) -> float:
+    """Return the mean weight of the labels of a source; 1 without labels."""
+    return counts["label_weight"] / counts["label_tokens"] if counts["label_tokens"] else 1.0
 
 
 def label_share(counts: dict[str, Any]) -> float:

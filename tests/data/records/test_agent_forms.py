@@ -122,9 +122,10 @@ def test_neighbouring_calls_are_parallel() -> None:
     record = parse({"messages": [*turns, *calls, *[{"role": "tool_response", "content": "x"}] * 2, SAY]})
     assert [turn.role for turn in record.turns] == ["human", "gpt", "tool", "tool", "gpt"]
     assert len(record.turns[1].calls) == 2 and record.turns[1].text == "Both." and not record.turns[1].learnt
-    with pytest.raises(DataError) as caught:
-        parse({"messages": [*turns, calls[0] | {"weight": 1}, {"role": "tool_response", "content": "x"}, SAY]})
-    assert caught.value.kind is Kind.bad_form
+    assert record.weights_not_obeyed is None
+    for weight in (1, 0.5):
+        other = [*turns, calls[0] | {"weight": weight}, {"role": "tool_response", "content": "x"}, SAY]
+        assert "different weights" in str(parse({"messages": other}).weights_not_obeyed)
 
 
 def test_results_with_images_and_the_order_of_images() -> None:

@@ -20,7 +20,7 @@ from llava_fsdp.data.index.statistics import make_report
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.forms.parse_record import RecordKeys
-from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.records.record import AnswerWeights, Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.runtime.errors import DataError
@@ -41,13 +41,23 @@ LEARNT: list[dict[str, Any]] = [
     {"chosen": True}, {"weight": float("nan")},
 ]  # fmt: skip
 REFUSED: list[dict[str, Any]] = [
-    {"weight": 0.5}, {"weight": -1}, {"weight": 2}, {"weight": "often"}, {"loss_scale": 0.3}, {"loss": "maybe"},
+    {"weight": 1e-9}, {"weight": -1}, {"weight": 2}, {"weight": "often"}, {"loss_scale": 1.3}, {"loss": "maybe"},
+    {"loss": 0.5}, {"loss_spans": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
     {"mask": 1}, {"mask": 0}, {"masked": "a.png"}, {"loss_mask": [1, 0]}, {"train": {"a": 1}},
-    {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
+    {"train_detail": [{"begin_offset": 2, "end_offset": 1, "train": False}]},
+    {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": 3}]},
+    {"train_detail": [{"begin_offset": 0, "end_offset": 3}]}, {"train_detail": "0-3"},
+    {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": True},
+                      {"begin_offset": 3, "end_offset": 4, "train": False}]},
     {"thought": {"text": "x"}}, {"reasoning_details": [{"text": "x"}]}, {"chain_of_thought": "x"},
     {"rejected_response": "no"}, {"rejected": "no"}, {"rejected": True}, {"chosen": "yes"}, {"chosen": False},
     {"label": False}, {"kto_tag": False}, {"rejected_response": [{"role": "assistant", "content": "no"}]},
 ]  # fmt: skip
+FRACTIONS: list[tuple[dict[str, Any], int]] = [
+    ({"weight": 0.5}, 32768), ({"loss_scale": 0.3}, 19661), ({"weight": 2**-16}, 1), ({"sampleWeight": 0.25}, 16384),
+    ({"weight": 0.5, "loss_weight": 0.5}, 16384), ({"weight": 0.5, "train": True}, 32768), ({"weight": "0.5"}, 32768),
+]  # fmt: skip
+"""Keys of an answer or of a record, and the weight of the answers in units of 1 / 65536."""
 MISPLACED: list[tuple[str, dict[str, Any]]] = [
     ("turn", {"function_call": {"name": "f", "arguments": "{}"}}), ("turn", {"tools": '[{"name": "f"}]'}),
     ("record", {"tool_calls": [{"name": "f", "arguments": "{}"}]}), ("record", {"function_call": {"name": "f"}}),
@@ -118,7 +128,7 @@ def test_an_answer_that_is_not_to_be_learnt_is_not(name: str, tmp_path: Path) ->
     """Of the record, none of its answers is."""
     for case, found in one_by_one(tmp_path, name, UNLEARNT):
         answers = [turn.learnt for turn in found.turns if turn.role == "gpt"]
-        assert found.not_obeyed is None and found.unread_keys == (), case
+        assert not_obeyed(found) is None and found.unread_keys == (), case
         assert answers == ([False] * len(answers) if " record " in case else [False, True]), case
         assert all(turn.learnt for turn in found.turns if turn.role == "human"), case
 
@@ -126,15 +136,50 @@ def test_an_answer_that_is_not_to_be_learnt_is_not(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_what_says_nothing_or_that_an_answer_is_learnt_is_harmless(name: str, tmp_path: Path) -> None:
     for case, found in one_by_one(tmp_path, name, LEARNT):
-        assert all(turn.learnt for turn in found.turns), case
-        assert found.not_obeyed is None and found.unread_keys == (), case
+        assert all(turn.learnt and turn.weights is None for turn in found.turns), case
+        assert not_obeyed(found) is None and found.unread_keys == (), case
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_what_cannot_be_obeyed_is_refused(name: str, tmp_path: Path) -> None:
     for case, found in one_by_one(tmp_path, name, REFUSED):
         (key,) = eval(case.partition(" ")[2].partition(" ")[2])  # the dict that the case was made of
-        assert f'"{key}"' in str(found.not_obeyed), case
+        assert f'"{key}"' in str(not_obeyed(found)), case
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_weights_between_0_and_1_are_read(name: str, tmp_path: Path) -> None:
+    """Several keys multiply; a record's weight is that of all its answers."""
+    for number, (keys, units) in enumerate(FRACTIONS):
+        for form, place, _ in cases([keys]):
+            (found,) = read(write(tmp_path / f"{number}-{form}-{place}-{name}", [record(form, place, keys)]))
+            answers = [turn.weights for turn in found.turns if turn.role == "gpt"]
+            expected = [AnswerWeights(units)] * len(answers)
+            assert answers == (expected if place == "record" else [expected[0], None]), (form, place, keys)
+            assert not_obeyed(found) is None and all(turn.learnt for turn in found.turns)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_weights_of_characters_are_read(name: str, tmp_path: Path) -> None:
+    """Ranges that the text does not have, those of a record, and weights of questions and of parts are refused."""
+    spans = [{"begin_offset": 3, "end_offset": 4, "train": 0.5}, {"begin_offset": 0, "end_offset": 0, "train": 1.0}]
+    for form in ("conversations", "messages", "texts"):
+        keys = {"train_detail": spans, "weight": 0.5}
+        (found,) = read(write(tmp_path / f"{form}-{name}", [record(form, "turn", keys)]))
+        answer = next(turn for turn in found.turns if turn.role == "gpt")
+        assert answer.weights == AnswerWeights(32768, ((0, 1, 65536), (3, 5, 32768))) and not_obeyed(found) is None
+        (found,) = read(write(tmp_path / f"record-{form}-{name}", [record(form, "record", {"train_detail": spans})]))
+        assert "train_detail" in str(found.weights_not_obeyed)
+    beyond = [{"begin_offset": 3, "end_offset": 5, "train": 0.5}]
+    (found,) = read(write(tmp_path / f"beyond-{name}", [record("messages", "turn", {"train_detail": beyond})]))
+    assert "5 characters" in str(found.weights_not_obeyed)
+    raw = record("messages", "turn", {})
+    raw["messages"][2]["weight"] = 1
+    assert '"weight"' in str(read(write(tmp_path / f"question-{name}", [raw]))[0].weights_not_obeyed)
+
+
+def not_obeyed(found: Record) -> str | None:
+    return found.not_obeyed or found.weights_not_obeyed
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -174,7 +219,7 @@ def test_keys_that_nothing_reads_are_told(name: str, tmp_path: Path) -> None:
     harmless = {"source": "web", "score": 0.5, "metadata": {"weight": 0}, "created_at": "today", "category": 3}
     turns = record("messages", "turn", {"name": "bot", "foo": None, "timestamp": 3})["messages"]
     turns[0] |= {"name": "ann", "weight": 0, "reasoning_content": "hm", "loss": None}
-    turns[2] |= {"loss": True}
+    turns[2] |= {"mask_loss": False}
     rows = [
         {"messages": turns, **harmless, "system": "be kind", "history": [["a", "b"]], "name": "set"},
         {"messages": turns[:2], "system": "", "history": [], "enabled": False},
@@ -182,7 +227,7 @@ def test_keys_that_nothing_reads_are_told(name: str, tmp_path: Path) -> None:
     first, second = read(write(tmp_path / name, rows))
     assert first.turns[0] == Turn("system", "be kind")
     assert {*first.unread_keys} == {
-        "history", "messages[].name", "messages[].reasoning_content", "messages[].loss",
+        "history", "messages[].name", "messages[].reasoning_content", "messages[].mask_loss",
     }  # fmt: skip
     assert {*second.unread_keys} == {"enabled", "messages[].name", "messages[].reasoning_content"}
     part: dict[str, Any] = {"messages": [
@@ -192,7 +237,7 @@ def test_keys_that_nothing_reads_are_told(name: str, tmp_path: Path) -> None:
     (third,) = read(write(tmp_path / name, [part]))
     assert third.unread_keys == ("messages[].content[].min_pixels",) and third.not_obeyed is None
     part["messages"][1]["content"][0]["weight"] = 0
-    assert "weight 0" in str(read(write(tmp_path / name, [part]))[0].not_obeyed)
+    assert "part 0" in str(read(write(tmp_path / name, [part]))[0].weights_not_obeyed)
 
 
 def test_members_of_a_sample_that_nothing_reads_are_told(tmp_path: Path) -> None:

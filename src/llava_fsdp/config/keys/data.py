@@ -17,6 +17,7 @@ from llava_fsdp.config.keys.enums import (
     EmptyThoughts,
     Examine,
     History,
+    LabelWeights,
     Metric,
     Pixels,
     SamplerName,
@@ -38,6 +39,8 @@ ITEM = re.compile(r"""\s*('[^']*'|"[^"]*"|[^,]*)\s*(?:,|$)""")
 QUOTES = ('"', "'")
 OWN_TEMPLATE = "chat_template"
 """Name of a model's own template in `data.template`; a run records it as chat_template-DIGEST."""
+FULL_WEIGHT = 1 << 16
+"""The weight 1 of a label. Weights are whole numbers, so that their sums do not depend on the order."""
 HELDOUT = "heldout.json"
 """Name of the file with the validation records of the embedded dataset (data=shapes)."""
 
@@ -197,16 +200,17 @@ class DataConfig:
     special tokens; null: parse with labels=llava_v1_5, as in the original LLaVA, else text."""
     thoughts: Thoughts = Thoughts.refuse
     """Thoughts of answers. refuse: records with one are refused; train: a thought is learnt, like the answer; context:
-    the model reads it before the answer and does not learn it; drop: it is left out."""
+    it is read before the answer, and not learnt; drop: it is left out."""
     empty_thoughts: EmptyThoughts = EmptyThoughts.train
-    """Answers without a thought, if the chat template knows thoughts. train: the model is asked as the template asks by
-    default, and learns to write the empty thought; context: it is asked not to think, as its template does it, and does
-    not learn the empty thought."""
+    """Answers without a thought, if the chat template knows thoughts. train: the model learns to write the empty
+    thought; context: it is asked not to think, and does not learn it."""
     history: History = History.template
     """Thoughts of earlier turns in prompts. template: as the chat template shows them; keep: all stay, if the template
     has a variable for it."""
     answers: Answers = Answers.all
     """Answers of a record that are learnt: all, or the last one."""
+    weights: LabelWeights = LabelWeights.use
+    """Weights that records give their answers. use: the loss is the mean over labels by weight; ignore: all are 1."""
     max_record_bytes: int = 4 << 20
     """Maximum number of bytes of one record in its file. A larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""

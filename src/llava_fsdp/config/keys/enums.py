@@ -143,6 +143,13 @@ class Answers(Enum):
     last = "last"
 
 
+class LabelWeights(Enum):
+    """Choices of `data.weights`: whether the weights that records give their answers are obeyed."""
+
+    use = "use"
+    ignore = "ignore"
+
+
 class ShownThoughts(Enum):
     """Choices of the key `thoughts` of `chat`: whether the thought before an answer is shown."""
 

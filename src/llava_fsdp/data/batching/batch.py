@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 
-from llava_fsdp.config import Normalize
+from llava_fsdp.config import FULL_WEIGHT, Normalize
 
 
 class ForwardInputs(TypedDict):
@@ -20,6 +20,7 @@ class ForwardInputs(TypedDict):
     seeds: torch.Tensor
     label_positions: torch.Tensor
     label_ids: torch.Tensor
+    label_weights: NotRequired[torch.Tensor]
 
 
 @dataclass
@@ -64,6 +65,8 @@ class MicroBatch:
     label_records: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """For each label, the number of its record in the dataset, int64 [labels]. Only set if several ranks process a row
     together and one of them may find that a record cannot be read; else empty."""
+    label_weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+    """For each label, the factor of its loss in units of 1 / FULL_WEIGHT, int32 [labels]; empty if all are 1."""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
@@ -73,7 +76,7 @@ class MicroBatch:
     @property
     def inputs(self) -> ForwardInputs:
         """The arguments of the model's forward pass, by name."""
-        return {
+        made: ForwardInputs = {
             "input_ids": self.input_ids,
             "segments": self.segments,
             "images": self.images,
@@ -81,6 +84,9 @@ class MicroBatch:
             "label_positions": self.label_positions,
             "label_ids": self.label_ids,
         }
+        if len(self.label_weights):
+            made["label_weights"] = self.label_weights
+        return made
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -92,7 +98,7 @@ class MicroBatch:
         """Return a copy without the labels of some records. These records then do not change the loss, because samples
         do not attend to each other. Needs `label_records`."""
         kept = torch.tensor([number not in records for number in self.label_records.tolist()], dtype=torch.bool)
-        names = ("label_positions", "label_ids", "label_sources", "label_records")
+        names = ("label_positions", "label_ids", "label_sources", "label_records", "label_weights")
         present = (name for name in names if len(getattr(self, name)))
         return replace(self, **{name: getattr(self, name)[kept] for name in present})
 
@@ -145,6 +151,19 @@ class StepFacts:
     before its first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)
     """{name of a data source: number of its label tokens}."""
+    source_weights: dict[str, int] | None = None
+    """{name of a data source: sum of the weights of its labels in units of 1 / FULL_WEIGHT}; None: all weights are
+    1."""
+
+    @property
+    def weight(self) -> int:
+        """Sum of the weights of all labels, in units of 1 / FULL_WEIGHT."""
+        return self.label_tokens * FULL_WEIGHT if self.source_weights is None else sum(self.source_weights.values())
+
+    @property
+    def scale(self) -> float:
+        """Factor of the sum of the losses of the step's labels that makes it a mean: 1 / (sum of their weights)."""
+        return FULL_WEIGHT / (self.weight or FULL_WEIGHT)
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
         """Return these counts minus those of the samples in `skipped`, which becomes the list of skipped samples. In
@@ -152,11 +171,18 @@ class StepFacts:
         counts = {name: getattr(self, name) - sum(getattr(s.counts, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.counts.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
-        sources = {
-            name: labels - sum(sample.counts.source_labels.get(name, 0) for sample in skipped)
-            for name, labels in self.source_labels.items()
-        }
-        return replace(self, **counts, skipped=skipped, unlabelled=unlabelled, source_labels=sources)
+        sources = without_each(self.source_labels, [sample.counts.source_labels for sample in skipped])
+        weights = self.source_weights
+        if weights is not None:
+            weights = without_each(weights, [sample.counts.source_weights or {} for sample in skipped])
+        return replace(
+            self, **counts, skipped=skipped, unlabelled=unlabelled, source_labels=sources, source_weights=weights
+        )
+
+
+def without_each(sums: dict[str, int], parts: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Return sums by source minus those of some samples."""
+    return {name: number - sum(part.get(name, 0) for part in parts) for name, number in sums.items()}
 
 
 COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")
@@ -176,13 +202,13 @@ class Step:
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
         """Return a copy of the step whose counts leave out the samples that any rank skipped. Their labels are removed
         if `label_records` says which sample each label is of. If the loss is normalised over the step, the scale of
-        each micro-batch's loss becomes 1 / (number of labels left in the step)."""
+        each micro-batch's loss becomes 1 / (sum of the weights of the labels left in the step)."""
         facts, micros = self.facts.without(skipped), self.micro_batches
         if skipped and any(len(micro.label_records) for micro in micros):
             micros = [micro.without_labels({sample.number for sample in skipped}) for micro in micros]
         if normalize is Normalize.micro_batch or not skipped:
             return Step(facts, micros)
-        return Step(facts, [replace(micro, scale=1 / max(1, facts.label_tokens)) for micro in micros])
+        return Step(facts, [replace(micro, scale=facts.scale) for micro in micros])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
         """Return a copy with `function` applied to each tensor, always in the same order."""

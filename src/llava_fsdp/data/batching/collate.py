@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llava_fsdp.config import Normalize
+from llava_fsdp.config import FULL_WEIGHT, Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.tile_inputs import Row, TileInputs
@@ -82,10 +82,12 @@ class Collator:
         drops = bool(len(keys.seeds))
         seeds = [*keys.seeds, *[0] * (len(rows) - count)]
         token_seeds = per_token(seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
+        weights = shifted_weights(samples, self.pack)
         if self.normalize is Normalize.step:
-            scale = 1 / max(1, facts.label_tokens)
+            scale = facts.scale
         else:  # the mean over the micro-batches of the mean loss of each
-            scale = 1 / (max(1, len(label_rows)) * micro_batches)
+            total = sum(sample.weight for sample in samples)
+            scale = FULL_WEIGHT / ((total or FULL_WEIGHT) * micro_batches)
         edges = boundaries(lengths) if self.pack else {}
         if self.cut is not None:
             padding = self.cut.padding(ids.shape[1])
@@ -93,12 +95,14 @@ class Collator:
             here = self.cut.positions(ids.shape[1] + padding)
             label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
             ids, labels = padded_to(ids, padding, 0), padded_to(labels, padding, IGNORE)[:, here]
+            weights = padded_to(weights, padding, 0)[:, here] if weights.size else weights
             token_seeds = padded_to(token_seeds, padding, 0) if drops else token_seeds
             if self.images.divides:
                 edges["position_ids"] = edges["position_ids"][:, here]
                 ids = ids[:, here]
                 token_seeds = token_seeds[:, here] if drops else token_seeds
         label_positions = np.flatnonzero(labels != IGNORE)
+        of_weights = weights.reshape(-1)[label_positions if weights.size else slice(0)]
         images = self.images.collate(rows, ids, keys.seeds, keys.tile_numbers)
         ids[ids == IMAGE_ID] = 0
         return MicroBatch(
@@ -112,7 +116,18 @@ class Collator:
             sample_lengths=torch.tensor([*lengths[:count], *[0] * (len(rows) - count)] if samples else (0,)),
             **of_labels("label_sources", keys.sources, label_rows),
             **of_labels("label_records", keys.records, label_rows),
+            label_weights=torch.from_numpy(of_weights),
         )
+
+
+def shifted_weights(samples: list[Sample], pack: bool) -> np.ndarray:
+    """Return the weight of each label at the place of the label (`packed`, `padded`), int32; an empty array if all are
+    1."""
+    if all(sample.weights is None for sample in samples):
+        return np.zeros((1, 0), dtype=np.int32)
+    full = [np.full(len(own.labels), FULL_WEIGHT) if own.weights is None else own.weights for own in samples]
+    as_labels = [replace(own, labels=weights) for own, weights in zip(samples, full, strict=True)]
+    return (packed if pack else padded)(as_labels)[1].astype(np.int32)
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:

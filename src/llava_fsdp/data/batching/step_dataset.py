@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from llava_fsdp.config import BadRecords, Config, Normalize
+from llava_fsdp.config import FULL_WEIGHT, BadRecords, Config, Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, SampleKeys, shown_images, shown_places
 from llava_fsdp.data.batching.context_cut import ContextCut
@@ -211,7 +211,11 @@ class Steps(Dataset):
         are read only to name those without labels."""
         chosen = np.array(numbers, dtype=np.int64)
         records = self.records
-        labels = np.bincount(self.sources_of(chosen), records.labels[chosen], len(self.sources))
+        sources = self.sources_of(chosen)
+        labels = np.bincount(sources, records.labels[chosen], len(self.sources))
+        weights = None
+        if records.weights is not None:  # summed as integers: float64 sums would depend on the order
+            weights = [int(records.weights[chosen[sources == n]].sum()) for n in range(len(self.sources))]
         return StepFacts(
             step,
             samples=len(chosen),
@@ -224,6 +228,7 @@ class Steps(Dataset):
             labels_cut=int(records.labels_cut[chosen].sum()),
             unlabelled=[records[n].where for n in chosen[records.labels[chosen] == 0].tolist()],
             source_labels=dict(zip(self.sources, labels.astype(int).tolist(), strict=True)),
+            source_weights=None if weights is None else dict(zip(self.sources, weights, strict=True)),
         )
 
     def read(self, number: int) -> Row | SkippedSample:
@@ -252,8 +257,10 @@ class Steps(Dataset):
         if self.image_reader.status is not None:
             self.image_reader.status.at(record.where)
         sample = self.encoder(record, self.records.turns(number))
-        length, num_labels = int(self.records.lengths[number]), int(self.records.labels[number])
-        if sample is None or (len(sample.input_ids), sample.num_labels) != (length, num_labels):
+        records = self.records
+        length, num_labels = int(records.lengths[number]), int(records.labels[number])
+        weight = num_labels * FULL_WEIGHT if records.weights is None else int(records.weights[number])
+        if sample is None or (len(sample.input_ids), sample.num_labels, sample.weight) != (length, num_labels, weight):
             raise DataError(  # without a kind, so that the record is not skipped: it may no longer fit its micro-batch
                 f"{record.where} is not what it was when the dataset was examined: {length} tokens and {num_labels} "
                 "labels then; remove the index and examine it again"

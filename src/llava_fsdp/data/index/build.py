@@ -33,7 +33,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
+from llava_fsdp.config import FULL_WEIGHT, DataConfig, Examine, Pixels, TooLong
 from llava_fsdp.data.columns import BLOCK, ROWS, column, write_column
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_source import ImageSource
@@ -55,6 +55,7 @@ from llava_fsdp.data.index.record_store import (
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short_digest, stamp
 from llava_fsdp.data.index.token_pass import (
     FIRST_TURN,
+    LABEL_WEIGHT,
     LAST_TURN,
     LOSSES,
     LOSSES_COLUMN,
@@ -84,9 +85,9 @@ CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records in one chunk, which takes a few seconds."""
 EXAMINED = "examined"
 """Key for the fields of `Examined` in `done.json`, in the folder of the columns about images."""
-ENCODED_FORMAT = 4
+ENCODED_FORMAT = 5
 """Version of the columns about tokens, increased whenever the same encoder gives other values (4: a value for each
-sample, of which a record may have several)."""
+sample, of which a record may have several; 5: weights)."""
 
 
 @dataclass(frozen=True)
@@ -555,7 +556,8 @@ FIRST_ROW = "first_row"
 def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
     """Return the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
     (TAUGHT), summed over the files `chunks` with the results of the pass, as JSON values for `done.json`. Replace the
-    column of the numbers of samples by FIRST_ROW, or delete it if each record has one sample."""
+    column of the numbers of samples by FIRST_ROW, or delete it if each record has one sample. Delete the column of the
+    weights if all are 1."""
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
     taught = np.zeros((len(task.store.sources), len(TAUGHT)), dtype=np.int64)
@@ -570,6 +572,10 @@ def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> 
         for name in (FIRST_TURN, LAST_TURN):
             (staged / f"{name}.npy").unlink()
     (staged / f"{ROW_COUNTS}.npy").unlink()
+    labels, weights = (np.load(staged / f"{name}.npy", mmap_mode="r") for name in ("labels", LABEL_WEIGHT))
+    blocks = (slice(begin, begin + BLOCK) for begin in range(0, len(labels), BLOCK))
+    if all((labels[block].astype(np.int64) * FULL_WEIGHT == weights[block]).all() for block in blocks):
+        (staged / f"{LABEL_WEIGHT}.npy").unlink()
     return {"limits": task.limits, "losses": losses.tolist(), "taught": taught.tolist()}
 
 

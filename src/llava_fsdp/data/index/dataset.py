@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import Parity, TooLong
+from llava_fsdp.config import FULL_WEIGHT, Parity, TooLong
 from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.examine.examine_passes import PictureSizes
 from llava_fsdp.data.index.shared_columns import shared_column
-from llava_fsdp.data.index.token_pass import FIRST_TURN, LAST_TURN
+from llava_fsdp.data.index.token_pass import FIRST_TURN, LABEL_WEIGHT, LAST_TURN, TAUGHT
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.records.record import Record
@@ -199,6 +199,25 @@ class Records:
     def labels(self) -> np.ndarray:
         """Number of label tokens after truncation, int32 [samples]."""
         return self.column(self.index.encoded, "labels")
+
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        """Sum of the weights of each sample's labels after truncation, in units of 1 / FULL_WEIGHT, int64 [samples];
+        None if all weights are 1."""
+        has_weights = (self.index.encoded / f"{LABEL_WEIGHT}.npy").is_file()
+        return self.column(self.index.encoded, LABEL_WEIGHT) if has_weights else None
+
+    def weight_of(self, block: slice) -> int:
+        """Return the sum of the weights of some samples' labels, in units of 1 / FULL_WEIGHT."""
+        if self.weights is None:
+            return int(self.labels[block].sum(dtype=np.int64)) * FULL_WEIGHT
+        return int(self.weights[block].sum())
+
+    @cached_property
+    def repeated(self) -> int:
+        """Number of tokens that are read repeatedly, because a record gives several samples, also of skipped records;
+        before truncation."""
+        return int(self.index.taught[:, TAUGHT.index("repeated")].sum())
 
     @cached_property
     def images(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from llava_fsdp.runtime.files.small_json import BadJson, Kinds, parse_object, re
 from llava_fsdp.runtime.process.host import read_host
 from llava_fsdp.runtime.text.progress import Watch
 
-FORMAT = 11
+FORMAT = 12
 """Version of the index format, increased whenever the columns change, or the values in them for the same record."""
 STORED_EVERY = 100
 """Number of files after which the checksums known so far are stored."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import FULL_WEIGHT, Config
 from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.build import Index
@@ -54,6 +54,8 @@ class Counts:
     """Median number of tokens of a record; None without records. `longest` is the greatest number."""
     longest: int | None = None
     label_tokens: int = 0
+    label_weight: float = 0.0
+    """Sum of the weights of these labels."""
     taught: dict[str, int] = field(default_factory=dict)
     """Counts of what is learnt from a source (`token_pass.TAUGHT`), also of records that are skipped for other reasons
     than their text; empty for a single file."""
@@ -138,6 +140,7 @@ def fill_counts(records: Records, counts: Counts, kept: tuple[int, int]) -> Coun
         block = slice(at, min(at + BLOCK, end))
         counts.tokens += int(records.lengths[block].sum(dtype=np.int64))
         counts.label_tokens += int(records.labels[block].sum(dtype=np.int64))
+        counts.label_weight += records.weight_of(block) / FULL_WEIGHT
         counts.pictures += int(records.pictures[block].sum(dtype=np.int64))
         counts.tiles += int(records.tiles[block].sum(dtype=np.int64))
         if image_tokens is not None:

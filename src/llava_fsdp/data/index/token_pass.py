@@ -37,6 +37,9 @@ ROW_COUNTS, FIRST_TURN, LAST_TURN = "samples", "first_turn", "last_turn"
 """Column with the number of samples of each record, int32 [records]. A record without a sample has one of length 0. And
 columns with the turns of the first and the last answer of each sample, int32 [samples]; -1 for the only sample of its
 record. They are stored if a record has several samples."""
+LABEL_WEIGHT = "label_weight"
+"""Column with the sum of the weights of each sample's labels in units of 1 / FULL_WEIGHT, int64 [samples]. It is stored
+if any weight is not 1."""
 LOSSES_COLUMN = "losses"
 """Column with the LOSSES of a chunk for each maximum length, int64 [lengths * LOSSES]."""
 
@@ -55,8 +58,8 @@ class EncodeRecords(DatasetPass):
     """Third pass: encode each record, and store its samples' numbers of tokens, labels, images and tiles.
 
     Columns with an int32 value per sample: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
-    full (length before truncation). All are 0 for a record that cannot be encoded. Columns ROW_COUNTS, FIRST_TURN and
-    LAST_TURN. Columns LOSSES_COLUMN and TAUGHT_COLUMN, the sums over the chunk.
+    full (length before truncation). All are 0 for a record that cannot be encoded. Columns ROW_COUNTS, FIRST_TURN,
+    LAST_TURN and LABEL_WEIGHT. Columns LOSSES_COLUMN and TAUGHT_COLUMN, the sums over the chunk.
     """
 
     records_folder: Path
@@ -88,6 +91,7 @@ class EncodeRecords(DatasetPass):
         no sample, and under LOSSES_COLUMN the sums over all records of what truncation to each of `limits` loses.
         `found` gets the records' problems."""
         rows: list[list[Row]] = [[NO_ROW] for _ in numbers]
+        weights = [[0] for _ in numbers]
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         taught = np.zeros(len(TAUGHT), dtype=np.int64)
         for number, record in self.records(numbers):
@@ -96,17 +100,19 @@ class EncodeRecords(DatasetPass):
             if not measured:
                 continue
             rows[number - numbers.start] = self.rows(record, measured)
+            weights[number - numbers.start] = [own.sample.weight for own in kept_samples(measured)]
             losses += sum(map(self.count_losses, measured))
             taught += count_taught(record, measured, self.encoder)
         values = np.array([row for own in rows for row in own], dtype=np.int32).reshape(-1, len(COUNTS))
-        columns = {name: np.ascontiguousarray(column) for name, column in zip(COUNTS, values.T, strict=True)}
+        columns: Columns = {name: np.ascontiguousarray(column) for name, column in zip(COUNTS, values.T, strict=True)}
         counts = np.array([len(own) for own in rows], dtype=np.int32)
+        columns[LABEL_WEIGHT] = np.array([weight for own in weights for weight in own], dtype=np.int64)
         return {**columns, ROW_COUNTS: counts, LOSSES_COLUMN: losses.reshape(-1), TAUGHT_COLUMN: taught}
 
     def rows(self, record: Record, measured: Sequence[MeasuredSample]) -> list[Row]:
-        """Return the counts of each sample of a record. A sample that truncation leaves without labels is left out if
-        another one has some; its labels count as lost by the last sample that is left."""
-        kept = [own for own in measured if own.sample.num_labels] or measured[:1]
+        """Return the counts of each sample of a record. The labels of a sample that is left out count as lost by the
+        last sample that is left."""
+        kept = kept_samples(measured)
         lost = sum(own.whole.num_labels for own in measured) - sum(own.whole.num_labels for own in kept)
         rows = []
         for own in kept:
@@ -157,6 +163,11 @@ class EncodeRecords(DatasetPass):
                 labels_lost = labels - cut.num_labels
                 lost[row] = 1, cut.positions_cut, labels_lost, cut.num_labels == 0 and labels > 0
         return lost
+
+
+def kept_samples(measured: Sequence[MeasuredSample]) -> Sequence[MeasuredSample]:
+    """Return the samples of a record without those that truncation leaves without labels, if another one has some."""
+    return [own for own in measured if own.sample.num_labels] or measured[:1]
 
 
 def tell_special_token(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:

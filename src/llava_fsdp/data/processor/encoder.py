@@ -139,6 +139,7 @@ class ProcessorEncoder(AnswerEncoder):
             processor_text=text,
             prompt=made.prompt,
             kinds=made.kinds,
+            weights=made.weights,
         )
 
     def adds_bos(self, segments: Sequence[Segment]) -> bool:

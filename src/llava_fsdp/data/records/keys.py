@@ -13,7 +13,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from llava_fsdp.data.records.record import HELD
+from llava_fsdp.config import FULL_WEIGHT
+from llava_fsdp.data.records.record import HELD, AnswerWeights
 from llava_fsdp.runtime.text.terminal_text import shown_name
 
 HARMLESS = frozenset(
@@ -40,6 +41,8 @@ LEARNT = frozenset(
     "train_on supervised is_supervised compute_loss calculate_loss has_loss".split()
 )
 """Keys of an answer or a record whose value 0 or false takes the answer, or all answers, out of the loss."""
+FRACTIONS = frozenset("weight weights sample_weight loss_scale loss_weight".split())
+"""Those of LEARNT whose value may be between 0 and 1. Under the others, such as `loss`, it may mean something else."""
 HIDDEN = frozenset("masked is_masked mask mask_loss no_loss skip_loss ignore_loss ignore".split())
 """Keys of an answer or a record whose value true takes the answer, or all answers, out of the loss."""
 VERDICTS = frozenset(["label", "kto_tag", "chosen", "desirable"])
@@ -60,6 +63,10 @@ PREFERENCES = frozenset(
 """Keys of pairs of a better and a worse answer."""
 SPANS = frozenset("train_detail train_details training_detail loss_spans loss_ranges".split())
 """Keys for the parts of an answer that are learnt."""
+READ_SPANS, SPAN_KEYS = "train_detail", frozenset(["begin_offset", "end_offset", "train"])
+"""The one of SPANS that is read, and the keys of an item of its list."""
+WEIGHTS_OF_QUESTION = "questions are never learnt: take the key out"
+IGNORED = "or set data.weights=ignore to learn all answers"
 WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Numbers and truth values that are written as text."""
 ASKING = frozenset(["user", "human"])
@@ -80,7 +87,7 @@ OTHERS = "(others)"
 
 class KeyMeaning(Enum):
     harmless = "nothing that is learnt depends on it"
-    learnt = "whether an answer is learnt: 0 or false says that it is not"
+    learnt = "the weight of an answer: 0 or false says that it is not learnt"
     hidden = "whether an answer is learnt: true says that it is not"
     verdict = "whether an answer is a good one: false says that it is not"
     preference = "a better and a worse answer"
@@ -95,12 +102,16 @@ REASONS = {
     KeyMeaning.verdict: "the answer would be learnt as a good one: take the record out",
     KeyMeaning.thought: "this form of a thought is not read, and the answer would be learnt without it: write it as "
     "text under the key reasoning_content of the answer, or take the key out",
-    KeyMeaning.spans: "parts of an answer cannot be left out of the loss: take the key out to learn all of the answer, "
-    "or give the answer weight 0 to learn none of it",
-    KeyMeaning.learnt: "an answer is learnt (1, true) or not (0, false): write one of these",
+    KeyMeaning.spans: "the weights of characters are a list under the key train_detail of an answer, whose items have "
+    "begin_offset, end_offset (the last character) and train (true, false or a weight), in the text of the answer and "
+    f"one behind the other: write them so, {IGNORED}",
+    KeyMeaning.learnt: "the weight of an answer is from 0 (false: not learnt) to 1 (true); fractions are read under "
+    f"{', '.join(sorted(FRACTIONS))}: write one of these, {IGNORED}",
     KeyMeaning.hidden: "an answer is learnt (false) or not (true): write one of these",
 }
 """For each meaning of a key that cannot be obeyed: why, and what to do."""
+WEIGHTS = (KeyMeaning.learnt, KeyMeaning.hidden, KeyMeaning.spans)
+"""Meanings of the keys that `data.weights=ignore` ignores."""
 
 
 def plain_name(key: str) -> str:
@@ -159,31 +170,76 @@ def held(value: Any) -> Any:
 
 
 def held_under(key: str, value: Any) -> Any:
-    """Return what `held` does, but for a thought that is no text, whose placeholder is no text, either."""
+    """Return what `held` does, but for a thought that is no text, whose placeholder is no text, either, and for weights
+    of characters, which are kept."""
     kept = held(value)
+    if kept is HELD and plain_name(key) == READ_SPANS and is_span_list(value):
+        return value
     return [kept] if kept is HELD and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought else kept
 
 
-def is_learnt(key: str, value: Any) -> bool:
-    """Return whether a key, whose value says something, lets the answer be learnt. Raise ValueError if it cannot be
-    obeyed."""
-    meaning = meaning_of(key)
+def is_span_list(value: Any) -> bool:
+    """Return whether a value is a list of objects with the keys SPAN_KEYS, and numbers or truth values."""
+    return isinstance(value, list) and all(
+        isinstance(own, dict)
+        and own.keys() == SPAN_KEYS
+        and all(isinstance(v, bool | int | float) for v in own.values())
+        for own in value
+    )
+
+
+def read_weights(key: str, value: Any) -> AnswerWeights:
+    """Return the weights that a key, whose value says something, gives the labels of an answer. Raise ValueError if it
+    cannot be obeyed."""
+    meaning, name = meaning_of(key), plain_name(key)
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)
+    none, full = AnswerWeights(0), AnswerWeights()
     match meaning:
         case KeyMeaning.learnt if is_number:
-            return bool(said)
+            return full if said else none
+        case KeyMeaning.learnt if name in FRACTIONS and (units := weight_of(said)) is not None:
+            return AnswerWeights(units)
         case KeyMeaning.hidden if isinstance(said, bool) or (is_number and key.lower() != "mask"):
-            return not said
+            return none if said else full
         case KeyMeaning.hidden if isinstance(said, str) and said.lower() in ASKING:
-            return True
+            return full
+        case KeyMeaning.spans if name == READ_SPANS and (spans := spans_of(value)) is not None:
+            return AnswerWeights(spans=spans)
         case KeyMeaning.verdict if said is True or (key.lower() == "label" and said is not False):
-            return True
+            return full
         case KeyMeaning.verdict if key.lower() == "chosen" and said is not False:
             meaning = KeyMeaning.preference
         case KeyMeaning.preference if said is False:  # an answer that is not rejected
-            return True
+            return full
     raise ValueError(REASONS[meaning])
+
+
+def weight_of(value: Any) -> int | None:
+    """Return a weight from 0 to 1 in the nearest units of 1 / FULL_WEIGHT; None for another value, and for one so small
+    that it would become 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    units = round(number * FULL_WEIGHT) if 0 <= number <= 1 else 0
+    return units if units or number == 0 else None
+
+
+def spans_of(value: Any) -> tuple[tuple[int, int, int], ...] | None:
+    """Return the ranges of characters of an axolotl `train_detail`, each as (begin, end, weight in units of 1 /
+    FULL_WEIGHT), ascending; None for another value, and for ranges that overlap."""
+    if not is_span_list(value):
+        return None
+    rows: list[tuple[int, int, int]] = []
+    for own in sorted(value, key=lambda own: own["begin_offset"]):
+        begin, last, weight = own["begin_offset"], own["end_offset"], weight_of(own["train"])
+        if type(begin) is not int or type(last) is not int or weight is None:
+            return None
+        if not (rows[-1][1] if rows else 0) <= begin <= last:
+            return None
+        rows.append((begin, last + 1, weight))
+    return tuple(rows)
 
 
 def count_keys(counts: Counter[str], keys: Mapping[str, int]) -> None:

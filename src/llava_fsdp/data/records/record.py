@@ -7,11 +7,12 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.config import FULL_WEIGHT
 from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.problems import Kind
@@ -75,6 +76,26 @@ class Call:
 
 
 @dataclass(frozen=True)
+class AnswerWeights:
+    """Weights of an answer's labels, in units of 1 / FULL_WEIGHT."""
+
+    whole: int = FULL_WEIGHT
+    """Weight of the answer. All weights below are multiplied by it."""
+    spans: tuple[tuple[int, int, int], ...] | None = None
+    """Ranges of characters of the answer's text, ascending, each as (begin, end, weight). The characters outside of
+    them have weight 0; the thought, the calls and what ends the answer have weight 1. None: all have weight 1."""
+
+    def times(self, other: int) -> "AnswerWeights":
+        """Return the weights multiplied by one in units of 1 / FULL_WEIGHT; rounded up, so that none becomes 0."""
+        return replace(self, whole=product(self.whole, other))
+
+
+def product(one: int, other: int) -> int:
+    """Return the product of two weights in units of 1 / FULL_WEIGHT, rounded up."""
+    return -(-one * other // FULL_WEIGHT)
+
+
+@dataclass(frozen=True)
 class Turn:
     """A message of a conversation."""
 
@@ -90,6 +111,13 @@ class Turn:
     """What an answer thinks before its text and its calls, if the record has it apart from the text."""
     calls: tuple[Call, ...] = ()
     """The calls of an answer, or for a result the one call that it belongs to."""
+    weights: AnswerWeights | None = None
+    """Weights of an answer's labels; None: all are 1."""
+
+    def weighted(self, weights: AnswerWeights) -> "Turn":
+        """Return an answer with these weights of its labels."""
+        is_full = weights == AnswerWeights()
+        return replace(self, learnt=self.learnt and weights.whole > 0, weights=None if is_full else weights)
 
 
 @dataclass(frozen=True)
@@ -124,6 +152,8 @@ class Record:
     """Description of a key or tag for media (video, audio, ...) that is not read."""
     not_obeyed: str | None = None
     """Description of a key that says what is learnt and cannot be obeyed."""
+    weights_not_obeyed: str | None = None
+    """Description of a weight that cannot be obeyed, which matters unless `data.weights=ignore`."""
     unread_keys: tuple[str, ...] = ()
     """The keys with a value that are not read and could change what is learnt, such as `messages[].name`."""
     tools: tuple[dict[str, Any], ...] = ()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llava_fsdp.data.records.record import Call, Turn, check_text, is_deep, is_empty, once
+from llava_fsdp.data.records.record import Call, Turn, check_text, is_deep, is_empty, once, shown
 
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
 """Keys of a record or of one of its turns for tools and calls of tools."""
@@ -124,17 +124,18 @@ def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple
     return tuple(read_call(f"{what}, call {number}", own, bad, is_table) for number, own in enumerate(many))
 
 
-def joined_calls(turns: Sequence[Turn], bad: Bad) -> list[Turn]:
+def joined_calls(turns: Sequence[Turn], note: Callable[[str], None]) -> list[Turn]:
     """Put the calls that are turns of their own (as ms-swift and ShareGPT write them) into the answer before them.
-    Neighbouring calls are parallel calls of one answer."""
+    Neighbouring calls are parallel calls of one answer. `note` is told of an answer whose calls have other weights."""
     made: list[Turn] = []
     for turn in turns:
         last = made[-1] if made else None
         if turn.role != "call":
             made.append(turn)
         elif last is not None and last.role == "gpt":
-            if last.learnt is not turn.learnt:
-                raise bad("an answer", [call.name for call in turn.calls], "learnt with all its calls, or not at all")
+            if (last.learnt, last.weights) != (turn.learnt, turn.weights):
+                names = ", ".join(shown(call.name) for call in turn.calls)
+                note(f"an answer and its calls ({names}) have different weights; give them one")
             made[-1] = replace(last, calls=(*last.calls, *turn.calls))
         else:
             made.append(replace(turn, role="gpt"))

@@ -21,6 +21,7 @@ from llava_fsdp.data.text.conversation import (
     image_first,
     image_tag,
     prompt,
+    weighted,
     without_bos,
 )
 from llava_fsdp.data.text.teaching import Teaching
@@ -73,7 +74,11 @@ class AnswerWriter:
                 continue
             try:
                 found = asked.target(number)
-                yield self.segments(found, number, messages, media)
+                yield AnswerSegments(
+                    number,
+                    [*self.prompt(found.prompt, messages[:number], media), *self.answer(found, turn)],
+                    count_images(messages[:number]),
+                )
             except Unfit as unfit:
                 raise self.refused(record, str(unfit)) from unfit
 
@@ -131,24 +136,26 @@ class AnswerWriter:
             special = sorted({*special, *(found.span() for found in named.finditer(text))})
         return guard(text, special) if special else text
 
-    def segments(self, target: Target, turn: int, messages: Sequence[Message], media: str) -> AnswerSegments:
-        """Return the segments of an answer's prompt and of the answer."""
-        teaching, before = self.teaching, messages[:turn]
-        prompt = self.prompt(target.prompt, before, media)
+    def answer(self, target: Target, turn: Turn) -> list[Segment]:
+        """Return the segments of an answer behind its prompt. `turn`: the answer, as the record has it."""
+        teaching = self.teaching
         is_context = teaching.thoughts is Thoughts.context and target.thought is not None
         is_context |= teaching.empty_thoughts is EmptyThoughts.context and target.is_thought_empty
         text, begin = target.text, target.begin
-        behind = target.said[1] if target.said is not None else begin
+        first, behind = target.said or (begin, begin)
+        said = text[first:behind]
         parts = [
-            (text[:begin], AnswerPart.thought),
-            (text[begin : behind if target.said else begin], AnswerPart.text),
-            (text[behind:], AnswerPart.calls if messages[turn].calls else AnswerPart.text),
+            (text[:begin], AnswerPart.thought, None),
+            (text[begin:first], AnswerPart.text, None),
+            (said, AnswerPart.text, turn.text.find(said.replace(BREAK, ""))),  # templates strip white space alone
+            (text[behind:], AnswerPart.calls if turn.calls else AnswerPart.text, None),
         ]
         answer = [Segment("", True, begins_answer=True)]
-        for own, kind in parts:
+        for own, kind, place in parts:
             learnt = not (is_context and kind is AnswerPart.thought)
-            answer += cut(own, Segment("", learnt, kind=kind))
-        return AnswerSegments(turn, [*prompt, *answer], count_images(before))
+            for piece in weighted(Segment(own, learnt, kind=kind), turn, place, hidden=BREAK):
+                answer += cut(piece.text, replace(piece, text=""))
+        return answer
 
     def prompt(self, text: str, messages: Sequence[Message], media: str) -> list[Segment]:
         """Return the segments of a prompt. Raise Unfit if it has not all images of its messages."""

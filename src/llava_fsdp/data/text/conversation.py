@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from llava_fsdp.config import FULL_WEIGHT
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms.messages import SPEAKERS
-from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Record, Turn
+from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Record, Turn, product
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, media_of
 from llava_fsdp.data.text.templates import Template
@@ -51,6 +52,32 @@ class Segment:
     """With a model's own chat template: whether the prompt for generation ends before this segment."""
     kind: AnswerPart = AnswerPart.other
     """What part of an answer the text is, for reports."""
+    weight: int = FULL_WEIGHT
+    """Weight of the labels of a supervised text, in units of 1 / FULL_WEIGHT. With 0 the text has no labels."""
+
+
+def weighted(segment: Segment, turn: Turn, begin: int | None = None, hidden: str = "") -> list[Segment]:
+    """Return a part of an answer with its weight, in pieces if its characters have different ones.
+
+    Args:
+        turn: the answer, as the record has it.
+        begin: index in the answer's text of the segment's first character; None: the segment is no part of this text.
+        hidden: characters of the segment that are not in the answer's text.
+    """
+    weights = turn.weights
+    if weights is None:
+        return [segment]
+    if weights.spans is None or begin is None or not segment.text:
+        return [replace(segment, weight=weights.whole)]
+    of_text = [0] * len(turn.text)
+    for first, end, weight in weights.spans:
+        of_text[first:end] = [product(weight, weights.whole)] * (end - first)
+    places = itertools.accumulate((own not in hidden for own in segment.text), initial=begin)
+    # a hidden character counts as the one behind it
+    runs = itertools.groupby(
+        zip(segment.text, places, strict=False), lambda own: of_text[min(own[1], len(of_text) - 1)]
+    )
+    return [replace(segment, text="".join(letter for letter, _ in run), weight=weight) for weight, run in runs]
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
@@ -116,9 +143,9 @@ def prompt(
             segments += write_question(turn.text, form, start_end, has_images)
             segments.append(Segment(pattern.after_question + pattern.answer_header, False))
         else:
-            segments.append(Segment(pattern.before_answer, turn.learnt))
-            segments.append(Segment(turn.text, turn.learnt, from_record=True))
-            segments.append(Segment(pattern.after_answer, turn.learnt))
+            segments += weighted(Segment(pattern.before_answer, turn.learnt), turn)
+            segments += weighted(Segment(turn.text, turn.learnt, from_record=True), turn, begin=0)
+            segments += weighted(Segment(pattern.after_answer, turn.learnt), turn)
     return segments
 
 
@@ -180,7 +207,11 @@ def own_prompt(
                 segments.append(Segment(text, False, from_record=True))
         else:
             from_record = piece.turn is not None
-            segments.append(Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer))
+            own = Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer)
+            answer = None if piece.answer is None else turns[piece.answer]
+            # the template strips white space alone
+            begin = answer.text.find(piece.text) if answer is not None and from_record else None
+            segments += [own] if answer is None else weighted(own, answer, begin)
     return without_bos(segments, form)
 
 

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.config import FULL_WEIGHT, SpecialTokens, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.answer_segments import AnswerSegments, AnswerWriter
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.conversation import Segment, image_order, render
-from llava_fsdp.data.text.encode_chat import encode_chat, is_chat
+from llava_fsdp.data.text.encode_chat import ChatIds, character_weights, encode_chat, is_chat, token_weights
 from llava_fsdp.data.text.join_samples import join_samples
 from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
 from llava_fsdp.data.text.sample import MeasuredSample, Sample
@@ -173,8 +173,10 @@ class ExactEncoder(AnswerEncoder):
         if isinstance(self.template, ChatTemplate):
             return self.encode(segments, record, len(record.images))
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
-        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
-        return Sample(ids, labels, record.images, tuple(rows), positions_cut=0, labels_cut=0)
+        made = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
+        return Sample(
+            made.ids, made.labels, record.images, tuple(rows), positions_cut=0, labels_cut=0, weights=made.weights
+        )
 
     def encode(self, segments: list[Segment], record: Record, count: int) -> Sample:
         """Encode the segments that the model's own chat template has written. `count`: number of images in them, the
@@ -195,6 +197,7 @@ class ExactEncoder(AnswerEncoder):
             places=tuple(order) if order != sorted(order) else None,
             prompt=made.prompt,
             kinds=made.kinds,
+            weights=made.weights,
         )
 
 
@@ -233,6 +236,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
         labels_cut=int((labels[cut:] != IGNORE).sum()),
         processor_text=text,
         kinds=None if sample.kinds is None else sample.kinds[:cut],
+        weights=None if sample.weights is None else sample.weights[:cut],
     )
 
 
@@ -242,8 +246,9 @@ class OriginalEncoder:
 
     own: Original
     image_rows: ImageRows
+    teaching: Teaching = DEFAULT
+    """Only its weights are read."""
     special_tokens: ClassVar[SpecialTokens] = SpecialTokens.parse
-    teaching: ClassVar[Teaching] = DEFAULT
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -260,12 +265,13 @@ class OriginalEncoder:
     @property
     def fingerprint(self) -> str:
         own = self.own
-        return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
+        form = f"{own.form} {own.pad_id} {own.start_end} {self.teaching.weights.value}"
+        return f"llava_v1_5 {own.tokenizer.fingerprint} {form} {own.max_length}"
 
     def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample:
         """Encode a record, which always is one sample, as LLaVA's dataset, collator and model do (LLaVA
         train.py:743-773, llava_arch.py:226-279)."""
-        made = encode_like_original(record, self.own)
+        made = encode_like_original(self.teaching.weighted(record), self.own)
         # LLaVA drops padding after collation, and with it text tokens that have the id of padding
         kept = made.ids[: self.own.max_length] != self.own.pad_id
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
@@ -284,7 +290,7 @@ class OriginalEncoder:
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
         Raise DataError if LLaVA would fail at it."""
-        check_like_original(record, self.own)
+        check_like_original(self.teaching.weighted(record), self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample
         over = {n: self._at(record, n) for n in limits if n < len(whole.input_ids) and n != self.max_length}
@@ -315,8 +321,8 @@ def encode_segments(
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
     adds_bos: bool = True,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids and labels of a conversation, both int64 [length].
+) -> ChatIds:
+    """Return the token ids and labels of a conversation.
 
     The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204). Without images, `<image>` is
     ordinary text. The text of a model's own chat template is tokenized as `encode_chat` does.
@@ -328,28 +334,37 @@ def encode_segments(
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
     """
     if is_chat(segments):
-        made = encode_chat(segments, tokenizer, image_lengths, special_tokens, adds_bos)
-        return made.ids, made.labels
+        return encode_chat(segments, tokenizer, image_lengths, special_tokens, adds_bos)
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
     before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
+    of_text = character_weights(segments, [s.text for s in segments])
     special = None if special_tokens is SpecialTokens.parse else template_special(segments, tokenizer)
     ids: list[int] = [] if tokenizer.bos is None or not adds_bos else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
+    weights = [0] * len(ids)
     begin = 0
     for number, chunk in enumerate(text.split(IMAGE_TAG) if image_lengths else [text]):
         if number:
             ids += [IMAGE_ID] * image_lengths[number - 1]
             labels += [IGNORE] * image_lengths[number - 1]
+            weights += [0] * image_lengths[number - 1]
             begin += len(IMAGE_TAG)
         end = begin + len(chunk)
         inside = None if special is None else [(a - begin, b - begin) for a, b in special if begin <= a and b <= end]
         tokens = tokenizer.encode(chunk, inside) if chunk else []
         supervised = are_supervised(tokens, before[begin : end + 1])
+        if of_text is not None and tokens:
+            own = token_weights([t.begin for t in tokens], [t.end for t in tokens], of_text[begin:end]).tolist()
+            supervised = [has_label and weight > 0 for has_label, weight in zip(supervised, own, strict=True)]
+            weights += own
         ids += [token.id for token in tokens]
         labels += [token.id if has_label else IGNORE for token, has_label in zip(tokens, supervised, strict=True)]
         begin = end
-    return np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
+    found, of_labels = (np.array(values, dtype=np.int64) for values in (ids, labels))
+    own = None if of_text is None else np.array(weights, dtype=np.int32)
+    is_full = own is None or (own[of_labels != IGNORE] == FULL_WEIGHT).all()
+    return ChatIds(found, of_labels, unlearnt=0, weights=None if is_full else own)
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
@@ -383,4 +398,4 @@ def encode_prompt(
 ) -> np.ndarray:
     """Return the token ids, int64 [length], of a prompt from which a model generates an answer. The arguments are those
     of `encode_segments`: numbers of tokens of the images, how special tokens are read, whether BOS is put first."""
-    return encode_segments(segments, tokenizer, image_lengths, special_tokens, adds_bos)[0]
+    return encode_segments(segments, tokenizer, image_lengths, special_tokens, adds_bos).ids

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llava_fsdp.config import SpecialTokens
+from llava_fsdp.config import FULL_WEIGHT, SpecialTokens
 from llava_fsdp.data.text.conversation import AnswerPart, Segment
 from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.tokens.tokenizer import Stretch, Token, Tokenizer
@@ -38,6 +38,8 @@ class ChatIds:
     """Number of tokens of the last answer's prompt; 0 if no answer has labels."""
     kinds: np.ndarray | None = None
     """Which part of an answer each token is (`AnswerPart`), int8 [length]; None if the segments do not tell."""
+    weights: np.ndarray | None = None
+    """Weight of each token's label in units of 1 / FULL_WEIGHT, int32 [length]; None: all are 1."""
     image_spans: tuple[Stretch, ...] = ()
     """For each image, its range of tokens, in the order of the text; empty if `image_lengths` was given, as are the
     defaults of the two fields below."""
@@ -76,6 +78,7 @@ def encode_chat(
     places = [bisect.bisect_right(ends, begin) for begin, _ in chat.images]
     marked = np.zeros(len(ids), dtype=bool)
     kinds = chat.kinds_of(chat.begins)
+    weights = None if chat.weights is None else token_weights(chat.begins, ends, chat.weights)
     prompt_length = 0
     unlearnt, is_apart = chat.unlearnt, False
     spans = [chat.tokens_in(begin, end) for begin, end in chat.images]
@@ -103,7 +106,14 @@ def encode_chat(
                 own_kinds = chat.kinds_of([begin + token.begin for token in answer])
                 assert own_kinds is not None
                 kinds = np.concatenate([kinds[:first], np.zeros(len(prompt), np.int8), own_kinds, kinds[after:]])
+            if weights is not None and chat.weights is not None:
+                own_weights = token_weights([t.begin for t in answer], [t.end for t in answer], chat.weights[begin:])
+                zeros = np.zeros(len(prompt), np.int32)
+                weights = np.concatenate([weights[:first], zeros, own_weights, weights[after:]])
     found = np.array(ids, dtype=np.int64)
+    if weights is not None:
+        marked &= weights > 0
+        weights = None if (weights[marked] == FULL_WEIGHT).all() else weights
     labels = np.where(marked, found, IGNORE)
     # each image's tokens go in before the text token that follows the image
     lengths = [image_lengths[number] for number in chat.image_numbers] if image_lengths is not None else []
@@ -115,15 +125,43 @@ def encode_chat(
     if kinds is not None:
         shown, kinds = kinds, np.zeros(len(is_text), dtype=np.int8)
         kinds[is_text] = shown
+    if weights is not None:
+        shown, weights = weights, np.zeros(len(is_text), dtype=np.int32)
+        weights[is_text] = shown
     prompt_length += int((at < prompt_length).sum())
     if adds_bos and tokenizer.bos is not None:
         made = np.insert(made, 0, [tokenizer.bos, IGNORE], axis=1)
         spans = [(a + 1, b + 1) for a, b in spans]
-        kinds = None if kinds is None else np.insert(kinds, 0, 0)
+        kinds, weights = (None if own is None else np.insert(own, 0, 0) for own in (kinds, weights))
         prompt_length += 1
     if has_places:
-        return ChatIds(made[0], made[1], unlearnt, prompt_length, kinds)
-    return ChatIds(made[0], made[1], unlearnt, prompt_length, kinds, tuple(spans), is_apart, chat.hides_special)
+        return ChatIds(made[0], made[1], unlearnt, prompt_length, kinds, weights)
+    return ChatIds(
+        made[0], made[1], unlearnt, prompt_length, kinds, weights, tuple(spans), is_apart, chat.hides_special
+    )
+
+
+def character_weights(segments: Sequence[Segment], texts: Sequence[str]) -> np.ndarray | None:
+    """Return the weight of each character of the joined texts of segments, in units of 1 / FULL_WEIGHT, int32
+    [characters]; 0 for those that are not supervised. None: all that are have weight 1."""
+    if all(own.weight == FULL_WEIGHT for own in segments):
+        return None
+    own = np.array([own.weight if own.supervised else 0 for own in segments], dtype=np.int32)
+    return np.repeat(own, [len(text) for text in texts])
+
+
+def token_weights(begins: Sequence[int], ends: Sequence[int], weights: np.ndarray) -> np.ndarray:
+    """Return the weight of each token, int32 [tokens]: the greatest of its characters, as in axolotl. A token without
+    characters counts as if it had the next one.
+
+    Args:
+        begins: the index of each token's first character; `ends` likewise of the character behind its last.
+        weights: weight of each character of the text, int32.
+    """
+    begin = np.minimum(np.array(begins, dtype=np.int64), len(weights) - 1)
+    end = np.clip(np.array(ends, dtype=np.int64), begin + 1, len(weights))
+    ranges = np.stack([begin, end], axis=1).reshape(-1)
+    return np.maximum.reduceat(np.append(weights, 0), ranges)[::2].astype(np.int32) if len(ranges) else ranges
 
 
 class TokenizedChat:
@@ -144,6 +182,8 @@ class TokenizedChat:
         self.tokenizer = tokenizer
         self.known = known
         self.text = "".join(texts)
+        self.weights = character_weights(segments, texts)
+        """Weight of each character, int32 [characters]; None: all labels have weight 1."""
         self.image_numbers = [segment.image for segment in segments if segment.image is not None]
         self.images: list[Stretch] = []
         """Range of characters of each image."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from llava_fsdp.config import FULL_WEIGHT
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
@@ -47,4 +48,9 @@ def continued(before: Sample, new: Sample, tokenizer: Tokenizer) -> Sample | Non
     kinds = new.kinds
     if before.kinds is not None and kinds is not None:
         kinds = np.concatenate([before.kinds, kinds[length:]])
-    return replace(new, labels=np.concatenate([before.labels, new.labels[length:]]), kinds=kinds)
+    weights = new.weights
+    if before.weights is not None or weights is not None:
+        earlier, later = (np.full(len(own.labels), FULL_WEIGHT, np.int32) if own.weights is None else own.weights
+                          for own in (before, new))  # fmt: skip
+        weights = np.concatenate([earlier, later[length:]])
+    return replace(new, labels=np.concatenate([before.labels, new.labels[length:]]), kinds=kinds, weights=weights)

@@ -64,7 +64,7 @@ def check_like_original(record: Record, settings: Original) -> None:
     tags than images."""
     refuse_tools(record)
     turns = list(record.turns)
-    if not all(turn.learnt for turn in turns):
+    if not all(turn.learnt and turn.weights is None for turn in turns):
         raise DataError(
             f"{record.where} says of an answer that it is not learnt, and the original learns every answer; "
             "labels=exact obeys it",

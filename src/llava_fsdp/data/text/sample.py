@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llava_fsdp.config import FULL_WEIGHT
 from llava_fsdp.data.records.clip import Shape
 from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.tokens.tokenizer import Stretch
@@ -61,6 +62,9 @@ class Sample:
     """With a model's own chat template: number of tokens before the last answer that has labels."""
     kinds: np.ndarray | None = None
     """Which part of an answer each token is (`AnswerPart`), int8 [length]; None: it is not known."""
+    weights: np.ndarray | None = None
+    """Weight of each token's label, above 0, in units of 1 / FULL_WEIGHT, int32 [length]; it means nothing where there
+    is no label. None: all are 1."""
     turns: tuple[int, int] | None = None
     """Indices of the turns of the first and the last answer that have labels, if the record gives several samples."""
 
@@ -82,6 +86,13 @@ class Sample:
     def num_labels(self) -> int:
         """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
         return int((self.labels[1:] != IGNORE).sum())
+
+    @property
+    def weight(self) -> int:
+        """Sum of the weights of these labels, in units of 1 / FULL_WEIGHT."""
+        if self.weights is None:
+            return self.num_labels * FULL_WEIGHT
+        return int(self.weights[1:][self.labels[1:] != IGNORE].sum(dtype=np.int64))
 
     def place(self, number: int) -> int:
         """Return the index of an image among those of the record."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llava_fsdp.config import Answers, DataConfig, EmptyThoughts, History, Thoughts
+from llava_fsdp.config import Answers, DataConfig, EmptyThoughts, History, LabelWeights, Thoughts
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.chat_template.chat_features import Features
@@ -24,23 +24,25 @@ CURE = "set data.thoughts=train to learn it, context to read it alone, or drop t
 
 @dataclass(frozen=True)
 class Teaching:
-    """The settings `data.thoughts`, `data.empty_thoughts`, `data.history` and `data.answers`."""
+    """The settings `data.thoughts`, `data.empty_thoughts`, `data.history`, `data.answers` and `data.weights`."""
 
     thoughts: Thoughts = Thoughts.refuse
     empty_thoughts: EmptyThoughts = EmptyThoughts.train
     history: History = History.template
     answers: Answers = Answers.all
+    weights: LabelWeights = LabelWeights.use
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "Teaching":
-        return cls(cfg.thoughts, cfg.empty_thoughts, cfg.history, cfg.answers)
+        return cls(cfg.thoughts, cfg.empty_thoughts, cfg.history, cfg.answers, cfg.weights)
 
     @classmethod
     def of_text(cls, text: str | None) -> "Teaching | None":
         """Undo `str`; None for a text that it did not write."""
         try:
-            thoughts, empty, history, answers = (text or "").split(" ")
-            return cls(Thoughts(thoughts), EmptyThoughts(empty), History(history), Answers(answers))
+            thoughts, empty, history, answers, *weights = (text or "").split(" ")
+            own = Thoughts(thoughts), EmptyThoughts(empty), History(history), Answers(answers)
+            return cls(*own, *map(LabelWeights, weights[:1]))
         except ValueError:
             return None
 
@@ -57,7 +59,8 @@ class Teaching:
         return replace(made, variables=made.variables | {switch: True}, layouts={}, prompt_ends={})
 
     def __str__(self) -> str:
-        return " ".join(own.value for own in (self.thoughts, self.empty_thoughts, self.history, self.answers))
+        own = (self.thoughts, self.empty_thoughts, self.history, self.answers, self.weights)
+        return " ".join(each.value for each in own)
 
     def template(self, form: ChatTemplate) -> ChatTemplate:
         """Return a chat template that writes all conversations as these settings say: without thoughts, unless an
@@ -83,8 +86,20 @@ class Teaching:
         return self.empty_thoughts is EmptyThoughts.context and form.writes_empty_thought
 
     def chosen(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-        """Return turns of which those answers are learnt that `data.answers` names."""
+        """Return turns of which those answers are learnt that `data.answers` names, with the weights of the record, or
+        with weight 1 if `data.weights=ignore`."""
+        if self.weights is LabelWeights.ignore:
+            turns = tuple(replace(turn, learnt=True, weights=None) for turn in turns)
         return last_learnt(turns) if self.answers is Answers.last else turns
+
+    def weighted(self, record: Record) -> Record:
+        """Return a record with its answers as `chosen` returns them. Raise DataError if it gives a weight that cannot
+        be obeyed."""
+        if self.weights is LabelWeights.use and record.weights_not_obeyed is not None:
+            raise DataError(f"{record.where}: {record.weights_not_obeyed}", Kind.key_not_obeyed)
+        if self.weights is LabelWeights.use and self.answers is Answers.all:
+            return record
+        return replace(record, turns=self.chosen(record.turns))
 
     def record(self, record: Record, features: Features | None) -> Record:
         """Return a record with the thoughts of its answers apart from their texts, or without them, and with the
@@ -94,9 +109,9 @@ class Teaching:
             features: those of the model's chat template; None: one of LLaVA's templates, which know no thoughts.
 
         Raises:
-            DataError: a thought is refused by `data.thoughts`, or is not one.
+            DataError: a thought is refused by `data.thoughts`, or is not one; or a weight cannot be obeyed.
         """
-        record = replace(record, turns=self.chosen(record.turns)) if self.answers is Answers.last else record
+        record = self.weighted(record)
         if not any(has_thought(turn) for turn in record.turns):
             return record
         turns = tuple(
@@ -113,6 +128,12 @@ class Teaching:
         if is_in_text and not knows and self.thoughts in (Thoughts.refuse, Thoughts.train):
             return turn  # to a template that knows no thoughts, it is text
         own = apart(turn, where) if is_in_text else turn
+        if is_in_text and turn.weights is not None and turn.weights.spans is not None:
+            raise DataError(
+                f"{where} has a train_detail, and a thought in its text; write the thought under the key "
+                "reasoning_content, and count characters in the text behind it",
+                Kind.key_not_obeyed,
+            )
         if not (own.thought or "").strip():
             return replace(own, thought=None)
         if self.thoughts is Thoughts.refuse:

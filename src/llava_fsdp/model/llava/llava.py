@@ -108,6 +108,7 @@ class Llava(Architecture):
         return_logits: bool = False,
         collector: LossCollector | None = None,
         hidden: torch.Tensor | None = None,
+        label_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels (tokens that the model is trained to predict), float32 scalar, or,
         with `return_logits`, the logits at the labels, float32 [labels, vocabulary]. A stage that is not the last one
@@ -130,6 +131,7 @@ class Llava(Architecture):
             label_ids: int64 [labels]; not used with `return_logits`.
             collector: collects the loss of every single label, if the loss function computes these losses.
             hidden: output of the stage before, [rows, length, hidden]; None for the first stage.
+            label_weights: factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1.
         """
         assert (hidden is None) == self.is_first, "only the first stage begins with token ids"
         assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
@@ -146,7 +148,7 @@ class Llava(Architecture):
         if return_logits:
             return self.lm_head(labelled)
         assert label_ids is not None
-        return self.lm_head(labelled, label_ids, collector=collector)
+        return self.lm_head(labelled, label_ids, collector=collector, weights=label_weights)
 
     def embedded(self, input_ids: torch.Tensor, images: ImageInputs) -> torch.Tensor:
         """Return the language model's input embeddings, [rows, length, hidden], of `input_ids`, int64 [rows, length].

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import Config, LossConfig, LossKernel
 from llava_fsdp.model.logit_change import LogitChange
+from llava_fsdp.model.loss import Labels, LossCollector, factors
 from llava_fsdp.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from llava_fsdp.model.loss import LossCollector
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of the logits of some labels, float32 [labels, vocabulary], and of the labels, int64 [labels], that returns
@@ -103,15 +101,17 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
     name = getattr(function, "__name__", type(function).__name__)
 
     def of_chunk(
-        hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, change: LogitChange
+        hidden: torch.Tensor, weight: torch.Tensor, labels: Labels, change: LogitChange
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = labels.ids, labels.weights
         losses: Any = function(change.apply(functional.linear(hidden, weight).float()), ids)
         if not isinstance(losses, torch.Tensor) or losses.shape != ids.shape:
             shape = list(losses.shape) if isinstance(losses, torch.Tensor) else repr(losses)[:100]
             raise ConfigError(
                 f"the program's loss {name} has returned {shape}; it must return a tensor {list(ids.shape)}"
             )
-        return losses.float().sum(), losses.detach().float()
+        wide = losses.float()
+        return (wide if weights is None else wide * factors(weights)).sum(), wide.detach()
 
     def loss(
         hidden: torch.Tensor,
@@ -120,14 +120,15 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
         *,
         collector: LossCollector | None = None,
         change: LogitChange,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum the losses in chunks, each of which is computed again in the backward pass."""
         total = hidden.new_zeros((), dtype=torch.float32)
         if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
             return total + (hidden.sum() + weight.sum()).float() * 0.0
-        pieces = zip(hidden.split(cfg.chunk_tokens), label_ids.split(cfg.chunk_tokens), strict=True)
-        for chunk, ids in pieces:
-            own, losses = checkpoint(of_chunk, chunk, weight, ids, change, use_reentrant=False)
+        labels = Labels(label_ids, weights)
+        for chunk, part in zip(hidden.split(cfg.chunk_tokens), labels.split(cfg.chunk_tokens), strict=True):
+            own, losses = checkpoint(of_chunk, chunk, weight, part, change, use_reentrant=False)
             total = total + own
             if collector is not None:
                 collector.chunks.append(losses.detach())

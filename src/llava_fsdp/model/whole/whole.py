@@ -131,6 +131,7 @@ class Whole(Architecture):
         collector: LossCollector | None = None,
         hidden: torch.Tensor | None = None,
         generation: Generation | None = None,
+        label_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
         labels, float32 [labels, vocabulary]; or, with `generation`, nothing (no elements).
@@ -149,6 +150,7 @@ class Whole(Architecture):
             hidden: always None, as the model is not divided into stages.
             generation: how to generate the tokens that follow `input_ids`, which are then prompts, padded on the left.
                 This is done in `forward`, since FSDP gathers weights for a model's forward pass.
+            label_weights: factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1.
         """
         if generation is not None:
             self.answer(input_ids, images, generation)
@@ -175,7 +177,7 @@ class Whole(Architecture):
         if return_logits:
             return self.output(labelled)
         assert label_ids is not None
-        return self.output(labelled, label_ids, collector=collector)
+        return self.output(labelled, label_ids, collector=collector, weights=label_weights)
 
     def answer(self, prompts: torch.Tensor, images: ImageInputs, generation: Generation) -> None:
         """Let transformers' class generate the tokens that follow prompts. While it runs, the language model attends as

@@ -22,6 +22,7 @@ from llava_fsdp.config import (
     DType,
     EmptyThoughts,
     History,
+    LabelWeights,
     LoraConfig,
     Part,
     QuantizeConfig,
@@ -343,6 +344,7 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
             "empty_thoughts": EmptyThoughts.train,
             "history": History.template,
             "answers": Answers.all,
+            "weights": LabelWeights.use,
         },
     }
     return flat(without_enums(added)) | flat(present_tree(config))

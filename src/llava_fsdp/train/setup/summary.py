@@ -10,6 +10,7 @@ import torch
 from rich.table import Table
 
 from llava_fsdp.config import (
+    FULL_WEIGHT,
     ActivationCheckpointing,
     Config,
     DType,
@@ -25,6 +26,7 @@ from llava_fsdp.config import (
     Quantizer,
     SamplerName,
 )
+from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
@@ -207,8 +209,16 @@ def describe_data(cfg: Config, records: Records) -> str:
     long = f", {records.num_too_long:,} skipped as too long" if records.num_too_long else ""
     examined = records.index.examined
     images = f"; {examined.summary}" if examined is not None else ""
-    several = f", {len(records):,} samples" if len(records) != records.num_records else ""
-    return f"{files}: {records.num_records:,} records{several}{wrong}{long}{images}"
+    several = ""
+    if len(records) != records.num_records:
+        several = f", {len(records):,} samples ({records.repeated:,} tokens are read repeatedly)"
+    weights = ""
+    if records.weights is not None:
+        blocks = [slice(begin, begin + BLOCK) for begin in range(0, len(records), BLOCK)]
+        labels = sum(int(records.labels[block].sum(dtype=np.int64)) for block in blocks)
+        mean = sum(map(records.weight_of, blocks)) / FULL_WEIGHT / max(1, labels)
+        weights = f", mean weight of a label {mean:.3g}"
+    return f"{files}: {records.num_records:,} records{several}{weights}{wrong}{long}{images}"
 
 
 def describe_held_out(cfg: Config, held_out: HeldOut) -> str:

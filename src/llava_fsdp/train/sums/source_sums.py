@@ -5,8 +5,9 @@ import math
 import torch
 import torch.distributed as dist
 
+from llava_fsdp.config import FULL_WEIGHT
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
-from llava_fsdp.model.loss import LossCollector
+from llava_fsdp.model.loss import LossCollector, factors
 
 
 class SourceSums:
@@ -17,9 +18,10 @@ class SourceSums:
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
-        self.labels = facts.source_labels
+        self.labels, self.weights = facts.source_labels, facts.source_weights
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
-        """Sum of the losses of each data source, float32 [sources]; of shape [0] for a single one."""
+        """Sum of the losses of each data source, each loss times its weight, float32 [sources]; of shape [0] for a
+        single one."""
 
     def collector(self) -> LossCollector | None:
         """Return a collector of the loss of each token in one forward pass; None for a single data source."""
@@ -31,6 +33,8 @@ class SourceSums:
         if collector is None or not len(micro.label_sources):
             return
         losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)
+        if len(micro.label_weights):
+            losses = losses * factors(micro.label_weights)
         numbers = torch.arange(len(self.sums), device=losses.device)
         # not `index_add`, because the order of its additions is not fixed on CUDA
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
@@ -41,8 +45,9 @@ class SourceSums:
         return sum_over_ranks(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Return the mean loss per label token (a token that is in the loss) of each data source. It is None for a
-        source without label tokens, and nan if the loss kernel returns only the sum over all sources.
+        """Return the mean loss per label token (a token that is in the loss) of each data source, weighted as in the
+        loss of the step. It is None for a source without label tokens, and nan if the loss kernel returns only the sum
+        over all sources.
 
         Args:
             loss: the mean loss of the step.
@@ -50,8 +55,11 @@ class SourceSums:
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
-        found = zip(self.labels.items(), sums, strict=True)
-        return {name: total / labels if labels else None for (name, labels), total in found}
+        counts: dict[str, float] = dict(self.labels)
+        if self.weights is not None:
+            counts = {name: weight / FULL_WEIGHT for name, weight in self.weights.items()}
+        found = zip(counts.items(), sums, strict=True)
+        return {name: total / count if count else None for (name, count), total in found}
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from llava_fsdp.config import FULL_WEIGHT
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.data.index.dataset import Records
@@ -87,7 +88,9 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
     counts_in_loss[:1] = False  # the first token is never predicted, so its label does not count
     ends = np.array([end for _, end in spans], dtype=np.int64)
     kinds = np.zeros(len(ids), dtype=np.int8) if sample.kinds is None else sample.kinds
-    changes = np.flatnonzero(np.diff(counts_in_loss + 2 * is_image.astype(np.int8) + 4 * kinds)) + 1
+    weights = np.full(len(ids), FULL_WEIGHT) if sample.weights is None else sample.weights
+    changes = np.diff(counts_in_loss + 2 * is_image.astype(np.int8) + 4 * kinds) != 0
+    changes = np.flatnonzero(changes | (np.diff(weights * counts_in_loss) != 0)) + 1
     hidden, roles, room = hidden_range(is_image), Roles(record, sample, counts_in_loss, encoder), TILES
     bounds = sorted({0, *ends.tolist(), *changes.tolist(), *hidden, len(ids)})
     for begin, end in itertools.pairwise(bounds):
@@ -105,6 +108,8 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
             pieces = [(piece.text, piece.is_special) for piece in spell(encoder.tokenizer, ids[begin:end].tolist())]
             part = AnswerPart(int(kinds[begin]))
             role = roles.role_of(begin) if part is AnswerPart.other else f"gpt, {part.name}"
+            if counts_in_loss[begin] and weights[begin] != FULL_WEIGHT:
+                role += f", weight {weights[begin] / FULL_WEIGHT:.3g}"
             yield Text(role, bool(counts_in_loss[begin]), end - begin, pieces, part.name)
 
 

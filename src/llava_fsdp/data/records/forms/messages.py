@@ -15,7 +15,6 @@ from llava_fsdp.data.records.forms.record_reader import (
     RecordReader,
     given_images,
 )
-from llava_fsdp.data.records.keys import REASONS, KeyMeaning
 from llava_fsdp.data.records.record import IMAGE_TAG, Call, Turn, is_empty, names_media
 from llava_fsdp.data.records.tools import (
     CALLERS,
@@ -60,7 +59,7 @@ def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
     made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
     if all(turn.role != "tool" and not turn.calls for turn in made):
         return made
-    return linked_results(joined_calls(made, reader.bad), reader.refuse_turn)
+    return linked_results(joined_calls(made, reader.note_not_obeyed), reader.refuse_turn)
 
 
 def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
@@ -80,20 +79,20 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
         raise reader.bad(what, raw, "an object with from and value, or with role and content")
     reader.note_unread(fields)
     known = MESSAGE_KEYS | RESULT_KEYS if role == "tool" else MESSAGE_KEYS
-    learnt = reader.note_keys(what, fields, known, form, is_answer) or not is_answer
+    weights = reader.note_keys(what, fields, known, form, is_answer)
     content = "" if is_bare else fields[texts[0]]
     if role == "call":
         found = read_calls(what, content, reader.bad, reader.is_table)
-        return [Turn("call", "", learnt, calls=found)]
+        return [reader.weighted(what, Turn("call", "", calls=found), weights)]
     if role == "tool":
         names = fields.get("name"), fields.get("tool_call_id") or fields.get("id")
         named, identity = (name if isinstance(name, str) else "" for name in names)
         calls = (Call(named, {}, identity),)
     if texts != ["content"] or not isinstance(content, list):
-        return [Turn(role, reader.text(what, content), learnt, thought=thought, calls=calls)]
-    return read_content(
-        reader, what, content, Turn(role, "", learnt, thought=thought, calls=calls), f"{form}content[]."
-    )
+        made = [Turn(role, reader.text(what, content), thought=thought, calls=calls)]
+    else:
+        made = read_content(reader, what, content, Turn(role, "", thought=thought, calls=calls), f"{form}content[].")
+    return [*made[:-1], reader.weighted(what, made[-1], weights)] if is_answer else made
 
 
 def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn, form: str) -> list[Turn]:
@@ -110,7 +109,7 @@ def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn
                 raise reader.bad(own, kind, "before the other parts of its message")
             results.append(read_result(reader, own, part, form))
         elif kind in (*THOUGHT_PARTS, CALL_PART) and turn.role == "gpt":
-            reader.note_keys(own, part, AGENT_PART_KEYS, form)
+            reader.refuse_weights(own, reader.note_keys(own, part, AGENT_PART_KEYS, form))
             if kind == CALL_PART:
                 calls.append(read_call(own, part, reader.bad, reader.is_table))
             else:
@@ -158,8 +157,7 @@ def read_part(reader: RecordReader, what: str, raw: Any, form: str = "", is_answ
     kind = raw.get("type") if isinstance(raw, dict) else None
     if not isinstance(kind, str):
         raise reader.bad(what, raw, "an object with type (text, image or image_url)")
-    if not reader.note_keys(what, raw, PART_KEYS, form, is_answer):
-        reader.not_obeyed = reader.not_obeyed or f"{what} is not to be learnt; {REASONS[KeyMeaning.spans]}"
+    reader.refuse_weights(what, reader.note_keys(what, raw, PART_KEYS, form, is_answer))
     given = given_images(raw)
     if kind == "text":
         reader.note_unread(raw)

@@ -21,10 +21,11 @@ def read_pairs(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
             raise reader.bad(f"{key}, entry {number}", entry, "an object with user and assistant")
         reader.note_unread(entry)
         reader.refuse_tools(f"entry {number}", entry)
-        learnt = reader.note_keys(f"entry {number}", entry, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
+        weights = reader.note_keys(f"entry {number}", entry, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
         question, answer = (reader.text(f"{key}, entry {number}, {name}", entry[name]) for name in ENTRY_KEYS)
         turns.append(Turn("human", question))
-        turns.append(Turn("gpt", answer, learnt, thought=reader.thought_of(f"entry {number}", entry)))
+        made = Turn("gpt", answer, thought=reader.thought_of(f"entry {number}", entry))
+        turns.append(reader.weighted(f"entry {number}", made, weights))
     return turns
 
 

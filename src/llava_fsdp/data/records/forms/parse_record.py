@@ -12,17 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import DataConfig
+from llava_fsdp.config import FULL_WEIGHT, DataConfig
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms.image_places import SIZE_KEYS, images_in_front, one_list, put_videos
 from llava_fsdp.data.records.forms.messages import read_messages
 from llava_fsdp.data.records.forms.pairs import read_pair, read_pairs
 from llava_fsdp.data.records.forms.record_reader import VIDEO, RecordReader
-from llava_fsdp.data.records.keys import OF_ANSWERS, PREFERENCES, is_thought, says_nothing
+from llava_fsdp.data.records.keys import OF_ANSWERS, PREFERENCES, REASONS, KeyMeaning, is_thought, says_nothing
 from llava_fsdp.data.records.record import (
     JSON_NAMES,
     LINES,
     TOO_LARGE,
+    AnswerWeights,
     Record,
     Turn,
     check_bytes,
@@ -152,8 +153,7 @@ def parse_record(
         turns = read_pair(reader, raw, keys.pair)
     reader.refuse_tools("the record", raw, TURN_CALLS)
     turns = with_system(reader, raw, with_thought(reader, raw, turns))
-    if not reader.note_keys("the record", raw, keys.read):
-        turns = [replace(turn, learnt=turn.role != "gpt") for turn in turns]
+    turns = with_weights(reader, turns, reader.note_keys("the record", raw, keys.read))
     names = one_list(where, {**listed, "the parts of its turns": reader.in_parts})
     if videos:
         names, turns = put_videos(names, shows, turns)
@@ -162,9 +162,21 @@ def parse_record(
     return Record(
         str(path), index, str(index) if identity is None else identity, names, parsed, has_image_key,
         has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed),
-        not_obeyed=reader.not_obeyed, unread_keys=tuple(reader.unread_keys), tools=read_tools(raw, reader.bad),
-        inline=reader.inline,
+        not_obeyed=reader.not_obeyed, weights_not_obeyed=reader.weights_not_obeyed,
+        unread_keys=tuple(reader.unread_keys), tools=read_tools(raw, reader.bad), inline=reader.inline,
     )  # fmt: skip
+
+
+def with_weights(reader: RecordReader, turns: list[Turn], weights: AnswerWeights) -> list[Turn]:
+    """Multiply the weights of all answers by that of the record. Note weights of characters, which have no text."""
+    if weights.spans is not None:
+        reader.note_not_obeyed(f"the record has a train_detail beside its answers; {REASONS[KeyMeaning.spans]}")
+    if weights.whole == FULL_WEIGHT:
+        return turns
+    return [
+        turn.weighted((turn.weights or AnswerWeights()).times(weights.whole)) if turn.role == "gpt" else turn
+        for turn in turns
+    ]
 
 
 def with_thought(reader: RecordReader, raw: dict[str, Any], turns: list[Turn]) -> list[Turn]:

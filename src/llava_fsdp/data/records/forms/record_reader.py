@@ -7,7 +7,7 @@ record, such as `messages[].`. A function raises DataError if the value that it 
 import base64
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
@@ -19,16 +19,20 @@ from llava_fsdp.data.records.keys import (
     MOST_LETTERS,
     ONLY_OF_RECORDS,
     REASONS,
+    WEIGHTS,
+    WEIGHTS_OF_QUESTION,
     KeyMeaning,
-    is_learnt,
     is_thought,
     meaning_of,
+    read_weights,
     says_nothing,
 )
 from llava_fsdp.data.records.record import (
     INLINE,
     LOCATION,
     PARQUET,
+    AnswerWeights,
+    Turn,
     check_name,
     check_text,
     is_container,
@@ -70,6 +74,8 @@ class RecordReader:
     """Description of the first media that are not read."""
     not_obeyed: str | None = None
     """Description of the first key that says what is learnt and cannot be obeyed."""
+    weights_not_obeyed: str | None = None
+    """Description of the first weight that cannot be obeyed."""
     unread_keys: list[str] = field(default_factory=list)
     """The keys with a value that are not read and could change what is learnt."""
 
@@ -90,9 +96,10 @@ class RecordReader:
 
     def note_keys(
         self, what: str, raw: dict[str, Any], read_keys: Collection[str], form: str = "", is_answer: bool = True
-    ) -> bool:
+    ) -> AnswerWeights:
         """Read the keys of a record, or of an object in it, that say whether an answer is learnt. Note those that
-        cannot be obeyed, and those that are not read. Return whether the answer is learnt.
+        cannot be obeyed, and those that are not read. Return the weights of the answer's labels: the product of those
+        under all keys.
 
         Args:
             what: name of the object in messages.
@@ -100,7 +107,7 @@ class RecordReader:
             form: where in the record the object is, such as `messages[].`; empty for the record itself.
             is_answer: whether the object has an answer; a question is never learnt.
         """
-        learnt = True
+        weights = AnswerWeights()
         for key in raw:
             if key in read_keys:
                 continue
@@ -112,20 +119,50 @@ class RecordReader:
             if says_nothing(value) or names_media(key):
                 continue
             if meaning in REASONS:
-                try:
-                    learns = is_learnt(key, value)
-                except ValueError as error:
-                    if is_answer:
-                        self.not_obeyed = self.not_obeyed or f"{what} has the key {shown(key)}, {shown(value)}; {error}"
-                        continue
-                    learns = True  # of a question: the key is only noted as one that is not read
-                if is_answer or not learns:
-                    learnt &= learns
+                own = self.weights_under(what, key, value, is_answer)
+                if own is not None:
+                    weights = replace(weights.times(own.whole), spans=weights.spans or own.spans)
                     continue
             name = f"{form}{key[:MOST_LETTERS]}"
             if name not in self.unread_keys and len(self.unread_keys) < MOST_KEYS:
                 self.unread_keys.append(name)
-        return learnt
+        return weights
+
+    def weights_under(self, what: str, key: str, value: Any, is_answer: bool) -> AnswerWeights | None:
+        """Return the weights that a key gives the labels of an answer. Note a key that cannot be obeyed. None: the key
+        says nothing of a question, which is never learnt, and counts as one that is not read."""
+        meaning, said = meaning_of(key[:MOST_LETTERS]), f"{what} has the key {shown(key)}, {shown(value)}"
+        try:
+            own = read_weights(key, value)
+        except ValueError as error:
+            if is_answer:
+                self.note_not_obeyed(f"{said}; {error}", meaning)
+            own = AnswerWeights()
+        if is_answer or not own.whole:
+            return own
+        if meaning in (KeyMeaning.learnt, KeyMeaning.spans):
+            self.note_not_obeyed(f"{said}; {WEIGHTS_OF_QUESTION}", meaning)
+            return own
+        return None
+
+    def note_not_obeyed(self, why: str, meaning: KeyMeaning = KeyMeaning.learnt) -> None:
+        """Note a key that cannot be obeyed, if it is the first one of its kind."""
+        if meaning in WEIGHTS:
+            self.weights_not_obeyed = self.weights_not_obeyed or why
+        else:
+            self.not_obeyed = self.not_obeyed or why
+
+    def weighted(self, what: str, turn: Turn, weights: AnswerWeights) -> Turn:
+        """Return an answer with the weights of its labels. Note those of characters that its text does not have."""
+        if weights.spans and weights.spans[-1][1] > len(turn.text):
+            why = f"{what} has a train_detail to character {weights.spans[-1][1] - 1} and {len(turn.text)} characters"
+            self.note_not_obeyed(f"{why}; {REASONS[KeyMeaning.spans]}")
+        return turn.weighted(weights)
+
+    def refuse_weights(self, what: str, weights: AnswerWeights) -> None:
+        """Note weights of a part of an answer, which cannot be obeyed."""
+        if weights != AnswerWeights():
+            self.note_not_obeyed(f"{what} has a weight of its own; {REASONS[KeyMeaning.spans]}")
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
         """Return the name of an image: its path or, for an image that is embedded in the record, a name made from its

@@ -97,6 +97,8 @@ class ChatPiece:
     """Index of the image or video in the place of which `text` stands."""
     begins_answer: bool = False
     """Whether the prompt for generation ends before this piece, in a conversation that goes on with an answer."""
+    answer: int | None = None
+    """Index of the turn that is an answer, if the piece is a part of it or is what begins or ends it."""
 
 
 @dataclass(frozen=True)
@@ -249,22 +251,24 @@ class ChatTemplate:
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
-        def pieces(text: str, supervised: bool) -> Iterator[ChatPiece]:
+        def pieces(text: str, supervised: bool, answer: int | None = None) -> Iterator[ChatPiece]:
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
                     yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))
                 elif piece:
-                    yield ChatPiece(piece, supervised)
+                    yield ChatPiece(piece, supervised, answer=answer)
 
+        answer = None
         for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
             before = len(frame.text) - frame.before
-            yield from pieces(frame.text[: frame.end], True)
+            yield from pieces(frame.text[: frame.end], True, answer)
             yield from pieces(frame.text[frame.end : before], False)
-            if slot.turn in layout.answers:
-                yield ChatPiece(frame.text[before:], True, begins_answer=True)
-            yield ChatPiece(text, layout.answers.get(slot.turn, False), slot.turn)
+            answer = slot.turn if slot.turn in layout.answers else None
+            if answer is not None:
+                yield ChatPiece(frame.text[before:], True, begins_answer=True, answer=answer)
+            yield ChatPiece(text, layout.answers.get(slot.turn, False), slot.turn, answer=answer)
         last = layout.frames[-1]
-        yield from pieces(last.text[: last.end], True)
+        yield from pieces(last.text[: last.end], True, answer)
         yield from pieces(last.text[last.end :], False)
 
     @cached_property

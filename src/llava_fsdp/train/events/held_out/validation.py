@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from llava_fsdp.config import Config, Metric
+from llava_fsdp.config import FULL_WEIGHT, Config, Metric
 from llava_fsdp.data.validation_prompts import HeldOutQuestion
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.generation import check_answers
@@ -41,15 +41,17 @@ TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of the losses of a validation's label tokens (tokens that are in the loss), and their number."""
+    """Sum of the losses of a validation's label tokens (tokens that are in the loss), each times its weight, the number
+    of these tokens, and the sum of their weights in units of 1 / FULL_WEIGHT."""
 
     total: float
     label_tokens: int
+    weight: int
 
     @property
     def row(self) -> dict[str, Any]:
         """Values for a row of `validation.jsonl`; the mean loss is None if it is not finite."""
-        mean = self.total / self.label_tokens if self.label_tokens else math.nan
+        mean = self.total / (self.weight / FULL_WEIGHT) if self.weight else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
@@ -137,7 +139,7 @@ class Validation(RunEvents):
     def measure_losses(self) -> list[LossSum]:
         """Return, for each data source, the sum of the losses over all its records and all ranks. Collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
-        label_counts = [0] * len(self.held_out.names)
+        label_counts, weights = ([0] * len(self.held_out.names) for _ in range(2))
         sums = torch.zeros(len(label_counts), dtype=torch.float64, device=loader.device)
         steps = loader.steps_from(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
@@ -150,14 +152,18 @@ class Validation(RunEvents):
                 if loss is not None:  # only the last stage of a pipeline has it
                     sums[source] += loss
             label_counts[source] += step.facts.label_tokens
+            weights[source] += step.facts.weight
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation is done without %s", left_out.reason)
             self.events.on_progress(f"validating: {number + 1} of {sampler.per_epoch}")
         return [
-            LossSum(total, count)
+            LossSum(total, count, weight)
             # `ranks_per_loss` ranks have each added the same losses
-            for total, count in zip(
-                sum_over_ranks(sums / self.state.parallelism.ranks_per_loss).tolist(), label_counts, strict=True
+            for total, count, weight in zip(
+                sum_over_ranks(sums / self.state.parallelism.ranks_per_loss).tolist(),
+                label_counts,
+                weights,
+                strict=True,
             )
         ]
 
@@ -183,7 +189,8 @@ class Validation(RunEvents):
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
     """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers. Losses and
     scores are by data source."""
-    all_sources = LossSum(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
+    sums = (sum(getattr(own, name) for own in losses.values()) for name in ("label_tokens", "weight"))
+    all_sources = LossSum(sum(own.total for own in losses.values()), *sums)
     return {
         "step": step,
         **all_sources.row,
