@@ -14,7 +14,8 @@ from small import make_config, with_heads
 from steps import begin, run_steps, traces
 from test_build import FITS
 
-from llava_fsdp.config import FULL_WEIGHT, Config
+from llava_fsdp.config import FULL_WEIGHT, Config, Normalize
+from llava_fsdp.data.batching.batch import SkippedSample, Step
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.text.tokens.constants import IGNORE
@@ -168,3 +169,21 @@ def test_a_kernel_without_losses_of_single_labels_is_refused(
         steps(make_config(parts, dataset, tmp_path, *words), parts)
     assert "loss.kernel=torch" in str(caught.value)
     assert steps(make_config(parts, dataset, tmp_path, *words, "data.weights=ignore"), parts)
+
+
+def test_a_mean_of_means_and_a_step_without_a_sample_have_their_weights(
+    reference: tuple[Path, Outcome], parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """With `loss.normalize=micro_batch` each micro-batch divides by its own weights."""
+    words = f"data.path={reference[0]}", *BATCH, "pack=false", "micro_batch_size=5"
+    own = steps(make_config(parts, dataset, tmp_path, *words, "loss.normalize=micro_batch"), parts)
+    micros = own[0].micro_batches
+    assert len(micros) == 3 and any(len(micro.label_weights) for micro in micros)
+    for micro in micros:
+        weights = micro.label_weights if len(micro.label_weights) else torch.full_like(micro.label_ids, FULL_WEIGHT)
+        assert micro.scale == FULL_WEIGHT / (int(weights.sum()) * 3)
+    numbers = own.sampler.samples(0)
+    facts, out = own.facts(0, numbers), max(numbers, key=lambda n: int(own.records.labels[n]))
+    left = Step(facts, micros).without([SkippedSample(out, "", "", "", own.facts(0, [out]))], Normalize.step)
+    assert own.records.weights is not None and left.facts.weight == facts.weight - own.records.weights[out]
+    assert {micro.scale for micro in left.micro_batches} == {FULL_WEIGHT / left.facts.weight}
