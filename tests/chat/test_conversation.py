@@ -352,14 +352,14 @@ def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypa
         encode_question=lambda turns, images, where: (np.arange(len(turns)), images), max_tokens=9,
         new_text=lambda: SimpleNamespace(close=lambda: "", text="", ended=False, is_thought_cut=True),
         to_device=lambda ids, images, blank: (ids, ()), device=torch.device("cpu"),
-        model=SimpleNamespace(language=SimpleNamespace(config=None)), cut_thoughts=0,
+        model=SimpleNamespace(language=SimpleNamespace(config=None)),
     )  # fmt: skip
     turn = Turn("human", "a")
     asked = [module.Question([turn] * turns, [], "here") for turns in (1, 3)]
     for most in (5, 6, 7):
         assert Assistant.answers(own, asked, most) == ["", ""]
     mask = [[False, False, True], [True, True, True]]
-    assert given == [(5, mask), (6, mask), (6, mask)] and own.cut_thoughts == 6
+    assert given == [(5, mask), (6, mask), (6, mask)] and own.thoughts_cut == [True, True]
 
 
 def test_tokens_of_an_image_are_its_own() -> None:

@@ -15,7 +15,8 @@ from tiers import slow_after
 from transformers import AutoTokenizer
 from unpacked import run_with, unpacked
 
-from llava_fsdp.data.text.chat_template.jinja_template import BEGIN, END, OLDER_END, find_code, own_name
+from llava_fsdp.data.text.chat_template.jinja_template import own_name
+from llava_fsdp.data.text.chat_template.template_file import BEGIN, END, OLDER_END, find_code
 from llava_fsdp.data.text.templates import TEMPLATES
 from llava_fsdp.export.write.chat_template import GapRule, as_parts, as_text, chat_template, quoted
 

@@ -30,6 +30,8 @@ WORDS = (
     'the red car stands left of a house 3.5 m away; it\'s "new" {x: 1} [2] a\\b naïve 中文 🙂 ok \t tab\n\nline\n- item'
 )
 EDGES = ("\n", "  ", "\n\n", " \n")
+EMPTY = ("", " ", "\n\n")
+"""Thoughts that say nothing: the answer counts as one without a thought."""
 TOOLS: tuple[dict[str, Any], ...] = tuple(
     {
         "type": "function",
@@ -88,7 +90,11 @@ class Maker:
         text = self.text()
         if calls and (not self.allowed.call_texts or self.dice.random() < 0.6):
             text = ""
-        thought = self.text(12) if (thinks and self.dice.random() < 0.8) or self.allowed.always else None
+        thought = None
+        if self.allowed.always or (thinks and self.dice.random() < 0.8):
+            thought = self.text(12)
+        elif thinks and self.dice.random() < 0.3:
+            thought = self.dice.choice(EMPTY)
         return Turn("gpt", text, self.dice.random() > 0.1, thought=thought, calls=calls)
 
     def asked(self, role: str, calls: tuple[Call, ...] = ()) -> Turn:
@@ -130,6 +136,8 @@ class Judge:
 
     def check(self, record: Record, samples: Sequence[Sample]) -> None:
         """Each answer that is to be learnt is in one sample, behind the ids of the template's own prompt."""
+        turns = [replace(turn, thought=turn.thought if (turn.thought or "").strip() else None) for turn in record.turns]
+        record = replace(record, turns=tuple(turns))
         wanted = [n for n, turn in enumerate(record.turns) if turn.role == "gpt" and turn.learnt]
         if not wanted:
             assert all((sample.labels == IGNORE).all() for sample in samples)
@@ -181,7 +189,7 @@ class Judge:
                 assert features.opener or features.next_stop or is_other, (self.text_of(shown), self.text_of(until))
             return
         self.counts["as shown"] += 1
-        if self.training is None or self.teaching != Teaching(Thoughts.train):
+        if self.training is None or self.teaching.thoughts is not Thoughts.train:
             return
         try:
             ids, marks = self.marked(record, record.turns[: number + 1], turn)
@@ -191,11 +199,12 @@ class Judge:
         if ids != shown:
             self.counts["trl writes another text"] += 1
             return
-        own = (sample.labels[begin:end] != IGNORE).tolist()
-        theirs = [bool(mark) for mark in marks[begin:end]]
+        labelled = sample.labels[begin:end] != IGNORE
+        first = 0 if turn.thought is not None else int(np.argmax(labelled))  # an empty thought may have no labels
+        own, theirs = labelled[first:].tolist(), [bool(mark) for mark in marks[begin + first : end]]
         self.counts["trl equal" if own == theirs else "trl differs"] += 1
         if own != theirs:
-            both = zip(target.tolist(), own, theirs, strict=True)
+            both = zip(target[first:].tolist(), own, theirs, strict=True)
             self.only_trl.add(self.text_of([token for token, mine, its in both if its != mine]))
 
     def ids(self, record: Record, turns: Sequence[Turn], ask: bool, turn: Turn) -> list[int]:

@@ -47,8 +47,9 @@ class Answerer(Protocol):
     device: torch.device
     max_tokens: int
     """Greatest number of tokens of a conversation with its answer."""
-    cut_thoughts: int
-    """Number of answers of `answers` that ended within a thought, at the maximum number of tokens."""
+    thoughts_cut: list[bool]
+    """For each answer of the last call of `answers`, whether it ended within its thought, at the maximum number of
+    tokens."""
     text: AnswerText | None
     """The answer that `stream` generates, or has generated last."""
     image_process: ImageProcess | None

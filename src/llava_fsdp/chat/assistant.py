@@ -112,7 +112,7 @@ class Assistant:
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)
         self._numbers = itertools.count()
-        self.cut_thoughts = 0
+        self.thoughts_cut: list[bool] = []
         self.text: AnswerText | None = None
 
     @torch.inference_mode()
@@ -149,7 +149,7 @@ class Assistant:
                 break
         for text in texts:
             text.close()
-        self.cut_thoughts += sum(text.is_thought_cut for text in texts)
+        self.thoughts_cut = [text.is_thought_cut for text in texts]
         return [text.text for text in texts]
 
     @torch.inference_mode()

@@ -87,7 +87,7 @@ class ClassAssistant:
         )  # fmt: skip
         check_processor(self.encoder, has_videos=frames is not None)
         self.image_process = ImageProcess(self.reader) if limited_images else None
-        self.cut_thoughts = 0
+        self.thoughts_cut: list[bool] = []
         self.text: AnswerText | None = None
         self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, (folder, opened.folder))
         self.model: Architecture = load_copy(
@@ -119,7 +119,7 @@ class ClassAssistant:
         self.generate(rows, Sampling(min(max_new_tokens, self.max_tokens - longest)), push)
         for text in texts:
             text.close()
-        self.cut_thoughts += sum(text.is_thought_cut for text in texts)
+        self.thoughts_cut = [text.is_thought_cut for text in texts]
         return [text.text for text in texts]
 
     def stream(

@@ -47,6 +47,7 @@ class AnswersFile:
         model_id: name of the model, which every line contains.
         shard: the questions that this process answers.
         texts: answers read or written so far, by the number of the question.
+        thoughts_cut: numbers of the questions whose answers ended within a thought, at the maximum number of tokens.
         read: bytes of each file that have been read so far; they end with a complete line.
     """
 
@@ -56,6 +57,7 @@ class AnswersFile:
     model_id: str
     shard: QuestionShard = QuestionShard()
     texts: dict[int, str] = field(default_factory=dict)
+    thoughts_cut: set[int] = field(default_factory=set)
     read: dict[Path, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +74,9 @@ class AnswersFile:
         before = len(self.texts)
         for path in [*self.parts(), self.path]:  # the answers file last, as it is complete before parts are deleted
             for line in self.new_lines(path):
-                number, text = self.parse(path, line)
+                number, text, is_cut = self.parse(path, line)
+                if is_cut and number not in self.texts:
+                    self.thoughts_cut.add(number)
                 self.texts.setdefault(number, text)
         return len(self.texts) > before
 
@@ -95,16 +99,17 @@ class AnswersFile:
         self.read[path] = begin + len(complete)
         return complete.split(b"\n")[:-1]
 
-    def parse(self, path: Path, line: bytes) -> tuple[int, str]:
-        """Return the question's number and the answer in a line. Raise ConfigError if the line has the wrong form, or
-        if its question or settings are not those of this evaluation."""
+    def parse(self, path: Path, line: bytes) -> tuple[int, str, bool]:
+        """Return the question's number and the answer in a line, and whether the answer ended within a thought. Raise
+        ConfigError if the line has the wrong form, or if its question or settings are not those of this evaluation."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
             number, text, settings = row["metadata"]["number"], row["text"], dict(row["metadata"]["how"])
             question_there = row["question_id"], row["prompt"], row["metadata"]["image"]
+            is_cut = bool(row["metadata"].get("thought_cut"))
             question = self.by_number.get(number)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} has a line that this program has not written: {line[:100]!r}; {cure}") from error
         if settings != self.settings:
             differences = [
@@ -118,7 +123,7 @@ class AnswersFile:
                 f"{path} answers a question {number} (id {question_there[0]}, {prompt_there!r}) that is not "
                 f"among these {len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
             )
-        return number, text
+        return number, text, is_cut
 
     def missing_questions(self) -> list[BenchmarkQuestion]:
         """Return the questions that this process must still answer."""
@@ -134,8 +139,8 @@ class AnswersFile:
 
     @contextlib.contextmanager
     def open_for_writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Context manager that yields a function which appends the answers to questions. An incomplete last line of the
-        file is removed first.
+        """Context manager that yields a function which appends the answers to questions. Those of `thoughts_cut` are
+        marked. An incomplete last line of the file is removed first.
 
         Raises:
             ConfigError: another process has opened the file for writing.
@@ -174,7 +179,7 @@ class AnswersFile:
             "text": text,
             "answer_id": xxh3_64_hexdigest(json.dumps([metadata, question.prompt]).encode()),
             "model_id": self.model_id,
-            "metadata": metadata,
+            "metadata": metadata | ({"thought_cut": True} if question.number in self.thoughts_cut else {}),
         }
         return json.dumps(row)
 

@@ -70,6 +70,12 @@ def evaluate(cfg: EvaluateConfig) -> None:
         "data": conversations_of(cfg.data) if cfg.task is Task.conversations else cfg.questions,
         "questions": len(questions),
     }
+    if generator.thoughts_cut:
+        result["thoughts_cut"] = generator.thoughts_cut
+        log().warning(
+            "%d of %d answers have no text, because max_new_tokens=%d ended their thought; raise it",
+            generator.thoughts_cut, len(questions), cfg.max_new_tokens,
+        )  # fmt: skip
     if questions[0].references:
         result |= score_all(cfg.task, questions, answers)
         put_comparisons(result, cfg.task, questions, blank_answers)
@@ -135,6 +141,8 @@ class BenchmarkAnswerer:
         self.cfg, self.questions, self.shard = cfg, questions, shard
         self.folders = {images: folder_of(cfg.data, images) for images in {q.images_folder for q in questions}}
         self.assistant: Answerer | None = None
+        self.thoughts_cut = 0
+        """Number of answers to the questions, with their own images, that ended within a thought."""
         self.opened = open_as_trained(cfg)
         self.settings: dict[str, Any] = {}
         if cfg.answers is not None:
@@ -148,7 +156,10 @@ class BenchmarkAnswerer:
         """Return the answers to all questions on rank 0, and an empty list on other ranks. With `blank`, every image is
         replaced by one whose pixels all have the mean colour."""
         if self.cfg.answers is None:
-            return [text for _, texts in self.batches(self.questions, blank) for text in texts]
+            found = [own for _, answers in self.batches(self.questions, blank) for own in answers]
+            if not blank:
+                self.thoughts_cut = sum(is_cut for _, is_cut in found)
+            return [text for text, _ in found]
         path = Path(self.cfg.answers)
         file = AnswersFile(
             path=blank_file(path) if blank else path,
@@ -162,18 +173,21 @@ class BenchmarkAnswerer:
             log().info("%s has %d of %d answers; continuing", file.path, len(file.texts), len(self.questions))
         if pending:
             with file.open_for_writing() as add:
-                for batch, texts in self.batches(pending, blank):
-                    add(batch, texts)
+                for batch, answers in self.batches(pending, blank):
+                    file.thoughts_cut |= {q.number for q, (_, is_cut) in zip(batch, answers, strict=True) if is_cut}
+                    add(batch, [text for text, _ in answers])
         if self.shard.rank != 0:
             return []
         file.wait()
+        if not blank:
+            self.thoughts_cut = len(file.thoughts_cut)
         return file.finish()
 
     def batches(
         self, questions: list[BenchmarkQuestion], blank: bool
-    ) -> Iterator[tuple[list[BenchmarkQuestion], list[str]]]:
-        """Generate answers and yield them in batches. The model is loaded before the first one. `blank` replaces the
-        images by images of the mean colour."""
+    ) -> Iterator[tuple[list[BenchmarkQuestion], list[tuple[str, bool]]]]:
+        """Generate answers and yield them in batches, each with whether it ended within a thought. The model is loaded
+        before the first one. `blank` replaces the images by images of the mean colour."""
         cfg = self.cfg
         if self.assistant is None:
             self.assistant = open_assistant(cfg.model.checkpoint, self.opened)
@@ -187,7 +201,7 @@ class BenchmarkAnswerer:
                 except LlavaFsdpError as error:
                     error.on_every_rank = False  # no other process has this error, so this one reports it
                     raise
-                yield batch, texts
+                yield batch, list(zip(texts, self.assistant.thoughts_cut, strict=True))
                 advance(len(batch))
 
 

@@ -301,7 +301,7 @@ def check_validation(row: dict[str, Any]) -> None:
         raise ValueError("step")
     sources = (row.get("sources") or {}).values()
     values = [own.get(key) for own in (row, *sources) for key in ("loss", "score", "label_tokens", "questions")]
-    if not are_numbers(values):
+    if not are_numbers([*values, row.get("thoughts_cut")]):
         raise ValueError("a loss or score is not a number")
     if not all(isinstance(answer, dict) for answer in row.get("answers") or []):
         raise ValueError("answers")

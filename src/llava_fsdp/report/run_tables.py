@@ -31,6 +31,9 @@ def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
     yield f"<h2>Sample answers, step {rows[-1]['step']:,}</h2>\n"
     if isinstance(num_questions, int):
         yield f"<p class='note'>{len(shown):,} of {num_questions:,}: wrong ones first, as many of every source.</p>\n"
+    cut = rows[-1].get("thoughts_cut")
+    if cut:
+        yield f"<p class='note'>{cut:,} have no text: val.max_new_tokens ended their thought.</p>\n"
     yield "<div class='answers'>\n"
     for answer in shown:
         path = answer.get("picture")

@@ -67,6 +67,8 @@ CALLS: dict[str, dict[str, Any]] = {
 THOUGHTS: dict[str, dict[str, Any]] = {
     **{key: {"messages": [ASK, SAY | {key: "Fur."}]} for key in ("reasoning_content", "reasoning", "thinking")},
     "R1": {"messages": [ASK, SAY | {"content": "<think>\nFur.\n</think>\n\nA cat."}]},
+    "R1-Onevision": {"conversations": [{"from": "user", "value": "What is it?"},
+                                       {"from": "assistant", "value": "<think>Fur.</think>\n\nA cat."}]},
     "R1, tight": {"messages": [ASK, SAY | {"content": "<think>Fur.</think>A cat."}]},
     "OpenThoughts": {"conversations": [{"from": "user", "value": "What is it?"}, {"from": "assistant", "value":
         "<|begin_of_thought|>\n\nFur.\n\n<|end_of_thought|>\n\n<|begin_of_solution|>A cat.<|end_of_solution|>"}]},
@@ -79,7 +81,47 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     name: {"messages": [ASK, {"role": "assistant", "content": "No.", **keys}, ASK, SAY]}
     for name, keys in (("OpenAI", {"weight": 0}), ("ms-swift", {"loss": False}), ("axolotl", {"train": False}))
 }
-GROUPS = {"calls": CALLS, "thoughts": THOUGHTS, "weights": WEIGHTS}
+SYSTEM: dict[str, dict[str, Any]] = {
+    "OpenAI": {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]},
+    "LLaVA": {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "What is it?"},
+                                {"from": "gpt", "value": "A cat."}]},
+    "ShareGPT": {"system": "Be brief.", "conversations": [{"from": "human", "value": "What is it?"},
+                                                          {"from": "gpt", "value": "A cat."}]},
+    "Anthropic": {"system": "Be brief.", "messages": [ASK, SAY]},
+}  # fmt: skip
+GROUPS = {"calls": CALLS, "thoughts": THOUGHTS, "weights": WEIGHTS, "system": SYSTEM}
+CROP = {"name": "zoom", "arguments": {"box": [3]}}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "OpenAI": {"messages": [
+        ASK, {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": [
+            {"id": "c1", "function": CALL}, {"id": "c2", "function": CROP}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"}, SAY]},
+    "ShareGPT": {"conversations": [
+        {"from": "human", "value": "What is it?"},
+        {"from": "function_call", "value": json.dumps(CALL), "reasoning_content": "Both."},
+        {"from": "function_call", "value": json.dumps(CROP)},
+        {"from": "observation", "value": "one"}, {"from": "observation", "value": "two"},
+        {"from": "gpt", "value": "A cat."}]},
+    "ms-swift": {"messages": [
+        ASK, {"role": "assistant", "content": "<think>Both.</think>"},
+        {"role": "tool_call", "content": json.dumps([CALL, CROP])},
+        {"role": "tool_response", "content": "one"}, {"role": "tool_response", "content": "two"}, SAY]},
+    "Anthropic": {"messages": [
+        ASK, {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Both.", "signature": "x"},
+            {"type": "tool_use", "id": "c1", "name": "zoom", "input": CALL["arguments"]},
+            {"type": "tool_use", "id": "c2", "name": "zoom", "input": CROP["arguments"]}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "one"},
+            {"type": "tool_result", "tool_use_id": "c2", "content": "two"}]}, SAY]},
+    "Gemini's key": {"messages": [
+        ASK, {"role": "assistant", "thinking": "Both.", "tool_calls": [
+            {"id": 1, "name": "zoom", "args": CALL["arguments"]},
+            {"id": 2, "name": "zoom", "args": CROP["arguments"]}]},
+        {"role": "tool", "tool_call_id": 1, "content": "one"},
+        {"role": "tool", "tool_call_id": 2, "content": "two"}, SAY]},
+}  # fmt: skip
 TEMPLATES = ("qwen3_5_think", "gptoss", "gemma4_v5", "qwen3", "glm4moe")
 
 
@@ -104,6 +146,23 @@ def test_one_conversation_in_each_form_gives_the_same_ids_and_labels(name: str, 
         assert len(others) >= 2 and first[0][1] and max(first[-1][1]) > 0
         for form, own in found.items():
             assert own == first, (group, form)
+
+
+def test_parallel_calls_in_each_form_give_the_same_ids_and_labels(tmp_path: Path) -> None:
+    encode = coder("qwen3", tmp_path, Teaching(Thoughts.train))
+    found = {}
+    for form, raw in PARALLEL.items():
+        samples = encode.samples(parse(raw | {"tools": [TOOL]}), UNLIMITED)
+        found[form] = [(own.input_ids.tolist(), own.labels.tolist()) for own in samples]
+    assert all(own == found["OpenAI"] for own in found.values()), found.keys()
+
+
+def test_what_is_no_thought_stays_text(tmp_path: Path) -> None:
+    """LLaVA-CoT's stages are learnt as they are written."""
+    encode = coder("qwen3", tmp_path, Teaching(Thoughts.train))
+    text = "<SUMMARY> a </SUMMARY>\n\n<REASONING> b </REASONING>\n\n<CONCLUSION> c </CONCLUSION>"
+    (sample,) = encode.samples(parse({"messages": [ASK, {"role": "assistant", "content": text}]}), UNLIMITED)
+    assert text in encode.tokenizer.decode(sample.labels[sample.labels >= 0].tolist())
 
 
 def test_what_the_forms_say() -> None:
@@ -153,6 +212,18 @@ REFUSED: dict[str, tuple[dict[str, Any], Kind]] = {
     "a call without a name": ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, Kind.bad_form),
     "two kinds of calls": ({"messages": [ASK, {"role": "assistant", "tool_calls": [TEXT_CALL],
                                                "function_call": CALL}]}, Kind.bad_form),
+    "arguments under another key": ({"messages": [ASK, {"role": "assistant", "function_call": {
+        "name": "zoom", "kwargs": {"box": 1}}}]}, Kind.bad_form),
+    "arguments twice": ({"messages": [ASK, {"role": "assistant", "function_call": {
+        "name": "zoom", "arguments": {"box": 1}, "input": {"box": 2}}}]}, Kind.bad_form),
+    "an id in a list": ({"messages": [ASK, {"role": "assistant", "tool_calls": [TEXT_CALL | {"id": ["c1"]}]}]},
+                        Kind.bad_form),
+    "an empty call": ({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [{}, TEXT_CALL]}]},
+                      Kind.bad_form),
+    "a list of no calls": ({"messages": [ASK, {"role": "tool_call", "content": "[]"}]}, Kind.bad_form),
+    "a thought of an answer and another of its call": ({"messages": [
+        ASK, {"role": "assistant", "content": "", "thinking": "a"},
+        {"role": "tool_call", "content": json.dumps(CALL), "thinking": "b"}]}, Kind.bad_form),
     "two thoughts": ({"messages": [ASK, SAY | {"thinking": "a", "reasoning": "b"}]}, Kind.bad_form),
     "an encrypted thought": ({"messages": [ASK, SAY | {"content": [
         {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "A cat."}]}]}, Kind.bad_form),

@@ -2,6 +2,7 @@
 conversations with thoughts, calls, results and images (tests/support/conversations.py has the judge)."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from chat_templates import ONLY_THOUGHTS, SEVERAL, changed, published
 from conversations import Allowed, Judge, Maker, open_form, open_judge, rows_of
 from documents import ROOT
+from family_parts import TEMPLATES
 from tiers import slow_after
 
 from llava_fsdp.config import Answers, EmptyThoughts, History, Thoughts, TooLong
@@ -23,10 +25,15 @@ from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 PUBLISHED, CHANGED = published(), changed()
+OF_FAMILIES = {
+    f"family_{name}": own.code.replace("IMAGE", "<image>").replace("VIDEO", "<video>")
+    for name, own in TEMPLATES.items()
+}
+"""The templates of the tiny families that other tests build."""
 TRAIN = Teaching(Thoughts.train, EmptyThoughts.context)
 FEW, MANY = 5, 300
 QUICK = ("qwen3", "gptoss", "qwen3_vl", "deepseek_r1_distill", "glm4moe")
-ORDER = [*QUICK, *sorted(PUBLISHED.keys() - {*QUICK})]
+ORDER = [*QUICK, *sorted((PUBLISHED | OF_FAMILIES).keys() - {*QUICK})]
 REASONS = {
     "parallel calls": ("single tool-calls", "leaves a call of", "changes an argument of a call"),
     "thoughts of turns with calls and a text": ("both content and thinking",),
@@ -36,20 +43,27 @@ REASONS = {
     "calls": ("leaves the tools out", "leaves a call of"),
     "a system turn": ("System role not supported",),
     "images in results": ("images and videos of a conversation",),
-    "answers after results": ("without the header",),
+    "answers after results": ("without the header", "behind another text"),
 }
 """{what a template cannot show: texts in the reasons for which a record with it is refused}."""
 CANNOT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3_1", "llama3_2"), ("parallel calls", "a text beside calls")),
     "gptoss": ("parallel calls", "thoughts of turns with calls and a text"),
     "muse_glimmer": ("a text beside calls",),
-    **dict.fromkeys(("gemma4", "gemma4_v3", "gemma4_v4"), ("a text beside calls", "thoughts of answers without calls")),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_v3"), ("a text beside calls", "thoughts of answers without calls", "images in results")
+    ),
+    "gemma4_v4": ("a text beside calls", "thoughts of answers without calls"),
     "gemma4_v5": ("a text beside calls",),
     "diffusion_gemma": ("a text beside calls", "answers after results"),
     "lfm2": ("calls",),
     "gemma": ("a system turn",),
 }
 """What templates cannot show of the conversations that their features allow."""
+TRL_DIFFERS = {
+    "diffusion_gemma": "it marks the header of a turn that the prompt has, and the beginning of a result",
+}
+"""{template: why TRL's marks in its template for training differ from the labels where it writes the same text}."""
 
 
 def allowed(judge: Judge) -> Allowed:
@@ -60,7 +74,7 @@ def allowed(judge: Judge) -> Allowed:
 
 
 def opened(name: str, folder: Path, teaching: Teaching = TRAIN) -> tuple[ExactEncoder, Judge]:
-    code = PUBLISHED[name]
+    code = (PUBLISHED | OF_FAMILIES)[name]
     training = CHANGED.get(name) or (code if "endgeneration" in code else None)
     return open_judge(name, code, training, folder, teaching)
 
@@ -81,11 +95,12 @@ def test_each_answer_is_taught_behind_its_prompt(name: str, count: int, tmp_path
             samples = encode.samples(record, UNLIMITED)
         except DataError as error:
             assert error.kind is Kind.no_labels or (error.kind is Kind.chat_template and is_known(name, str(error)))
+            assert error.kind is Kind.no_labels or re.search(r"turn \d|the tools", str(error)), "it names the turn"
             refused += 1
             continue
         judge.check(record, samples)
     assert judge.counts["answers"] and refused < 0.9 * count
-    assert not judge.counts["trl differs"] or name == "diffusion_gemma", judge.only_trl
+    assert not judge.counts["trl differs"] or name in TRL_DIFFERS, judge.only_trl
     assert count < MANY or name not in CHANGED or judge.counts["trl equal"] or judge.form.features.opener
     assert count < MANY or not CANNOT.get(name) or refused
 
@@ -145,6 +160,9 @@ def test_a_thought_of_an_earlier_turn_is_not_kept(tmp_path: Path) -> None:
     loop, last = encode.samples(record(*LOOP, tools=[LOOK]), UNLIMITED)
     assert (loop.turns, last.turns) == ((1, 3), (5, 5))
     assert "hm" not in encode.tokenizer.decode(last.input_ids[: last.prompt].tolist())
+    template = coder("qwen3_6", tmp_path / "template")
+    last = template.samples(record(*LOOP, tools=[LOOK]), UNLIMITED)[-1]
+    assert "hm" not in template.tokenizer.decode(last.input_ids[: last.prompt].tolist())
     kept = coder("qwen3_6", tmp_path / "kept", replace(TRAIN, history=History.keep))
     (whole,) = kept.samples(record(*LOOP, tools=[LOOK]), UNLIMITED)
     assert "hm" in kept.tokenizer.decode(whole.input_ids[: whole.prompt].tolist()) and len(learnt(whole, kept)) == 3
@@ -249,6 +267,10 @@ WRONG = {
     "in the middle": (TRAIN, Turn("gpt", "well <think>hm</think>red"), Kind.key_not_obeyed),
     "without an end": (TRAIN, Turn("gpt", "<think>hm red"), Kind.key_not_obeyed),
     "two": (TRAIN, Turn("gpt", "<think>a</think><think>b</think>red"), Kind.key_not_obeyed),
+    "in the text and under a key": (TRAIN, Turn("gpt", "<think>a</think>red", thought="b"), Kind.key_not_obeyed),
+    "a solution without an end": (
+        TRAIN, Turn("gpt", "<|begin_of_thought|>a<|end_of_thought|><|begin_of_solution|>red"), Kind.key_not_obeyed),
+    "nothing in a thought, and no answer": (TRAIN, Turn("gpt", "<think>\n</think>"), Kind.empty_answer),
     "without an answer": (TRAIN, Turn("gpt", "<think>hm</think>\n"), Kind.empty_answer),
     "dropped without an answer": (Teaching(Thoughts.drop), Turn("gpt", "", thought="hm"), Kind.empty_answer),
 }  # fmt: skip
@@ -262,6 +284,15 @@ def test_thoughts_that_are_refused(case: str, tmp_path: Path) -> None:
     assert caught.value.kind is kind
 
 
+@pytest.mark.parametrize("character", ["\ue005", "\ue006"])
+def test_characters_that_mark_places_are_refused_in_records(character: str, tmp_path: Path) -> None:
+    call = Call("look", {"place": [{"a": f"x{character}"}]}, "abcdefghi")
+    for turn in (Turn("gpt", "red", thought=f"h{character}m"), Turn("gpt", "", calls=(call,))):
+        with pytest.raises(DataError, match=r"U\+E005") as caught:
+            coder("qwen3", tmp_path).samples(record(ASK, turn, tools=[LOOK]), UNLIMITED)
+        assert caught.value.kind is Kind.chat_template
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}<t>{{ m.reasoning }}</t>{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}{{ c.function.arguments | tojson }}</c>"
@@ -272,6 +303,11 @@ DAMAGED: dict[str, tuple[str, str]] = {
     "the text cut": (CHATML.replace("{{ m.content }}", "{{ m.content[:30] }}"), "changes the text"),
     "another prompt": (CHATML.replace("assistant\n{% endif", "assistant\nSure: {% endif"), "behind another text"),
     "calls left out": (CHATML.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "leaves a call of"),
+    "an equal call left out": (CHATML.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "leaves a call of"),
+    "a number changed": (CHATML.replace("arguments | tojson", "arguments | tojson | replace('12', '13')"),
+                         "changes an argument of a call: '12'"),
+    "a tool left out": (CHATML.replace("{% for m", "{% for t in tools or [] %}{{ loop.first and t or '' }}{% endfor %}"
+                                       "{% for m", 1), "leaves the tool look2 out"),
     "a question left out": (CHATML.replace("{{ m.content }}", "{{ m.content if 'x' not in m.content }}"),
                             r"leaves turn 0 \(human\) out"),
     "the tools left out": (CHATML, "leaves the tools out"),
@@ -287,10 +323,13 @@ def test_a_template_that_changes_what_is_said_is_refused_with_the_turn(case: str
     turns = {
         "the text cut": (ASK, Turn("gpt", "a long text that the template cuts", thought="hm")),
         "calls left out": (ASK, Turn("gpt", "", calls=two)),
+        "an equal call left out": (ASK, Turn("gpt", "", calls=(CALL, replace(CALL, id="abcdefghj")))),
+        "a number changed": (ASK, Turn("gpt", "", calls=(replace(CALL, arguments={"a": "x", "b": 12}),))),
         "a question left out": (Turn("human", "x?"), Turn("gpt", "red", thought="hm")),
     }.get(case, (ASK, Turn("gpt", "red", thought="hm")))
     with pytest.raises(DataError, match=why) as caught:
-        encode.samples(record(*turns, tools=[LOOK] if "tools" in case else ()), UNLIMITED)
+        other = {"type": "function", "function": LOOK["function"] | {"name": "look2"}}
+        encode.samples(record(*turns, tools=[LOOK, other] if "tool" in case else ()), UNLIMITED)
     assert caught.value.kind in (Kind.chat_template, Kind.key_not_obeyed)
 
 

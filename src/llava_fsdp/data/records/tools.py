@@ -24,8 +24,10 @@ RESULT_KEYS = frozenset(["name", "tool_call_id", "tool_use_id"])
 """Keys of a result that are read, beside its text: the tool, and the id of the call."""
 NO_TOOLS = frozenset(["", "[]", "{}", "null"])
 """Texts that stand for no tools, where they are written as JSON in a text."""
-GIVEN = ("arguments", "parameters", "input")
+GIVEN = ("arguments", "parameters", "input", "args")
 """Keys of a call for its arguments."""
+CALL_KEYS = frozenset(["id", "type", "index", "function", "name", "cache_control", *GIVEN])
+"""Keys of a call that are read, or change nothing that is learnt."""
 NOTHING_TAKEN: dict[str, Any] = {"type": "object", "properties": {}}
 """JSON schema of a tool's arguments if it gives none."""
 Bad = Callable[[str, Any, str], Exception]
@@ -102,7 +104,11 @@ def read_call(what: str, raw: Any, bad: Bad, is_table: bool = False) -> Call:
     name = own.get("name") if isinstance(own, dict) else None
     if own is None or not isinstance(name, str) or not name:
         raise bad(what, raw, "a call: an object with a name and arguments")
-    found = next((own[key] for key in GIVEN if own.get(key) is not None), {})
+    given = [own[key] for key in GIVEN if own.get(key) is not None]
+    unknown = [key for key, value in (raw | own).items() if key not in CALL_KEYS and not is_empty(value)]
+    if unknown or len(given) > 1:
+        raise bad(what, raw, f"a call with a name, and arguments under one of {', '.join(GIVEN)}, without other keys")
+    found = given[0] if given else {}
     if is_table and isinstance(found, dict) and found:
         raise bad(f"{what}, arguments", found, "JSON text, as columns of objects in Parquet files lose missing keys")
     needed = "an object, or its JSON text"
@@ -110,8 +116,16 @@ def read_call(what: str, raw: Any, bad: Bad, is_table: bool = False) -> Call:
     if not isinstance(values, dict):
         raise bad(f"{what}, arguments", found, needed)
     check_text(name + json.dumps(values, ensure_ascii=False), what)
-    identity = raw.get("id")
-    return Call(name, values, identity if isinstance(identity, str) else "")
+    return Call(name, values, read_id(what, raw.get("id"), bad))
+
+
+def read_id(what: str, value: Any, bad: Bad) -> str:
+    """Return the id of a call as text; empty for null, which stands for none."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise bad(f"{what}, id", value, "a text or an integer")
+    return str(value)
 
 
 def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple[Call, ...]:
@@ -124,21 +138,25 @@ def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple
     return tuple(read_call(f"{what}, call {number}", own, bad, is_table) for number, own in enumerate(many))
 
 
-def joined_calls(turns: Sequence[Turn], note: Callable[[str], None]) -> list[Turn]:
+def joined_calls(turns: Sequence[Turn], bad: Bad, note: Callable[[str], None]) -> list[Turn]:
     """Put the calls that are turns of their own (as ms-swift and ShareGPT write them) into the answer before them.
-    Neighbouring calls are parallel calls of one answer. `note` is told of an answer whose calls have other weights."""
+    Neighbouring calls are parallel calls of one answer, with one thought. `note` is told of an answer whose calls have
+    other weights."""
     made: list[Turn] = []
     for turn in turns:
         last = made[-1] if made else None
         if turn.role != "call":
             made.append(turn)
-        elif last is not None and last.role == "gpt":
+        elif last is None or last.role != "gpt":
+            made.append(replace(turn, role="gpt"))
+        else:
             if (last.learnt, last.weights) != (turn.learnt, turn.weights):
                 names = ", ".join(shown(call.name) for call in turn.calls)
                 note(f"an answer and its calls ({names}) have different weights; give them one")
-            made[-1] = replace(last, calls=(*last.calls, *turn.calls))
-        else:
-            made.append(replace(turn, role="gpt"))
+            if None not in (last.thought, turn.thought) and last.thought != turn.thought:
+                raise bad("an answer", [last.thought, turn.thought], "an answer with one thought")
+            thought = turn.thought if last.thought is None else last.thought
+            made[-1] = replace(last, calls=(*last.calls, *turn.calls), thought=thought)
     return made
 
 

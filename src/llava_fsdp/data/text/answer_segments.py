@@ -2,14 +2,14 @@
 behind it, written by a model's own chat template (see answer_target.py)."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llava_fsdp.config import EmptyThoughts, SpecialTokens, Thoughts
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Call, Record, Turn
-from llava_fsdp.data.text.chat_template.answer_target import BREAK, Asked, Target, guard
+from llava_fsdp.data.text.chat_template.answer_target import BREAK, Asked, Target, guard, values_in
 from llava_fsdp.data.text.chat_template.chat_layout import Unfit
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, TEXT, VIDEO, Message, divide, media_of
@@ -64,23 +64,37 @@ class AnswerWriter:
         """
         check_turns(record)
         own, media = asked_turns(record), media_of(record.images)
-        if record.tools and not self.template.features.tools:
-            raise self.refused(record, "leaves the tools out")
-        messages = self.messages(own, media)
-        asked = Asked(self.template, self.template.features, messages, guarded(list(record.tools), self.guard))
+        left_out = len(record.turns) - len(own)
+        try:
+            asked = self.asked(own, record.tools, media)
+        except Unfit as unfit:
+            raise self.refused(record, str(unfit)) from unfit
         first, last = turns or (0, len(own))
         for number, turn in enumerate(own):
             if turn.role != "gpt" or not turn.learnt or not first <= number <= last:
                 continue
             try:
-                found = asked.target(number)
+                found, messages = asked.target(number), asked.messages[:number]
                 yield AnswerSegments(
                     number,
-                    [*self.prompt(found.prompt, messages[:number], media), *self.answer(found, turn)],
-                    count_images(messages[:number]),
+                    [*self.prompt(found.prompt, messages, media), *self.answer(found, turn)],
+                    count_images(messages),
                 )
             except Unfit as unfit:
-                raise self.refused(record, str(unfit)) from unfit
+                why = f"cannot teach turn {number + left_out}, an answer: it {unfit}"
+                raise self.refused(record, why) from unfit
+
+    def asked(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> Asked:
+        """Return a conversation with guarded texts. Raise Unfit if the template shows no tools, or a text has a
+        character that marks a place in texts here."""
+        if tools and not self.template.features.tools:
+            raise Unfit("leaves the tools out")
+        said = [[turn.text, turn.thought, [[call.name, call.arguments] for call in turn.calls]] for turn in turns]
+        if any(mark in own for own, *_ in values_in([*said, *tools]) for mark in (BREAK, PICTURE)):
+            raise Unfit("gets no texts with U+E005 or U+E006, which mark places in them while they are rendered")
+        return Asked(
+            self.template, self.template.features, self.messages(turns, media), guarded(list(tools), self.guard)
+        )
 
     def refused(self, record: Record, why: str) -> DataError:
         return DataError(
@@ -93,22 +107,15 @@ class AnswerWriter:
         """Return the prompt for the answer to a conversation's last turn, which is a question or the result of a call.
         `media`: the kinds of the conversation's images and videos. Raise Unfit if the template refuses or changes the
         turns."""
-        messages = self.messages(turns, media)
-        asked = Asked(self.template, self.template.features, messages, guarded(list(tools), self.guard))
-        return self.prompt(asked.prompt(len(messages), {}), messages, media)
+        asked = self.asked(turns, tools, media)
+        return self.prompt(asked.prompt(len(turns), {}), asked.messages, media)
 
     def messages(self, turns: Sequence[Turn], media: str) -> list[Message]:
         """Return the turns as messages with guarded texts."""
-        form = self.template
-        if form.images is not None:
-            divided = divide(turns, media)
-        else:
-            divided = [
-                Message(
-                    turn.role, TEXT, (self.with_pictures(turn, bool(media)),), turn.learnt, turn.thought, turn.calls
-                )
-                for turn in turns
-            ]
+        if self.template.images is not None:
+            made = divide(turns, media)
+        else:  # images are tags in texts, as the original has them
+            made = divide([self.with_pictures(turn, bool(media)) for turn in turns], "")
         return [
             replace(
                 own,
@@ -118,15 +125,15 @@ class AnswerWriter:
                     Call(self.guard(call.name), guarded(call.arguments, self.guard), call.id) for call in own.calls
                 ),
             )
-            for own in divided
+            for own in made
         ]
 
-    def with_pictures(self, turn: Turn, has_images: bool) -> str:
-        """Return the text of a turn with PICTURE in the place of each image tag."""
+    def with_pictures(self, turn: Turn, has_images: bool) -> Turn:
+        """Return a turn, as one text, with PICTURE in the place of each image tag."""
         if not has_images or turn.role not in READS_IMAGES:
-            return turn.text
+            return replace(turn, parts=None)
         text = image_first(turn.text, has_images) if turn.role == "human" else turn.text
-        return text.replace(IMAGE_TAG, PICTURE)
+        return replace(turn, text=text.replace(IMAGE_TAG, PICTURE), parts=None)
 
     def guard(self, text: str) -> str:
         """Return a text with BREAK in everything that could be taken for what the template writes."""
@@ -138,21 +145,21 @@ class AnswerWriter:
 
     def answer(self, target: Target, turn: Turn) -> list[Segment]:
         """Return the segments of an answer behind its prompt. `turn`: the answer, as the record has it."""
-        teaching = self.teaching
-        is_context = teaching.thoughts is Thoughts.context and target.thought is not None
-        is_context |= teaching.empty_thoughts is EmptyThoughts.context and target.is_thought_empty
-        text, begin = target.text, target.begin
-        first, behind = target.said or (begin, begin)
-        said = text[first:behind]
+        teaching, text = self.teaching, target.text
+        is_read_alone = (teaching.thoughts is Thoughts.context and target.has_thought) or (
+            teaching.empty_thoughts is EmptyThoughts.context and target.has_empty_thought
+        )
+        begin, end = target.said
+        said = text[begin:end]
         parts = [
-            (text[:begin], AnswerPart.thought, None),
-            (text[begin:first], AnswerPart.text, None),
+            (text[: target.begin], AnswerPart.thought, None),
+            (text[target.begin : begin], AnswerPart.text, None),
             (said, AnswerPart.text, turn.text.find(said.replace(BREAK, ""))),  # templates strip white space alone
-            (text[behind:], AnswerPart.calls if turn.calls else AnswerPart.text, None),
+            (text[end:], AnswerPart.calls if turn.calls else AnswerPart.text, None),
         ]
         answer = [Segment("", True, begins_answer=True)]
         for own, kind, place in parts:
-            learnt = not (is_context and kind is AnswerPart.thought)
+            learnt = not (is_read_alone and kind is AnswerPart.thought)
             for piece in weighted(Segment(own, learnt, kind=kind), turn, place, hidden=BREAK):
                 answer += cut(piece.text, replace(piece, text=""))
         return answer
@@ -214,7 +221,7 @@ def cut(text: str, like: Segment) -> list[Segment]:
     return made
 
 
-def guarded(value: Any, protect: Any) -> Any:
+def guarded(value: Any, protect: Callable[[str], str]) -> Any:
     """Return a JSON value with all its texts and keys guarded by the function `protect`."""
     if isinstance(value, str):
         return protect(value)

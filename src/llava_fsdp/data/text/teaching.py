@@ -18,7 +18,10 @@ THOUGHT_IN_TEXT = (
 )
 """Finds a thought with which the text of an answer begins: of DeepSeek-R1's data, and of OpenThoughts."""
 SOLUTION = re.compile(r"\s*<\|begin_of_solution\|>(.*?)<\|end_of_solution\|>\s*", re.DOTALL)
+"""Finds the answer behind a thought of OpenThoughts."""
 TAGS = ("<think>", "</think>", "<|begin_of_thought|>", "<|end_of_thought|>")
+"""Texts that begin or end a thought."""
+SOLUTION_TAGS = ("<|begin_of_solution|>", "<|end_of_solution|>")
 CURE = "set data.thoughts=train to learn it, context to read it alone, or drop to leave it out"
 
 
@@ -127,14 +130,17 @@ class Teaching:
         knows = features is not None and features.thoughts
         if is_in_text and not knows and self.thoughts in (Thoughts.refuse, Thoughts.train):
             return turn  # to a template that knows no thoughts, it is text
-        own = apart(turn, where) if is_in_text else turn
-        if is_in_text and turn.weights is not None and turn.weights.spans is not None:
+        own = apart(turn, where) if any(tag in turn.text for tag in TAGS) else turn
+        if own is not turn and turn.weights is not None and turn.weights.spans is not None:
             raise DataError(
                 f"{where} has a train_detail, and a thought in its text; write the thought under the key "
                 "reasoning_content, and count characters in the text behind it",
                 Kind.key_not_obeyed,
             )
-        if not (own.thought or "").strip():
+        is_empty = not (own.thought or "").strip()
+        if not own.text.strip() and not own.calls and not (is_empty and own is turn):
+            raise DataError(f"{where} has a thought and no answer; take the record out", Kind.empty_answer)
+        if is_empty:
             return replace(own, thought=None)
         if self.thoughts is Thoughts.refuse:
             raise DataError(f"{where} has a thought before its answer; {CURE}", Kind.key_not_obeyed)
@@ -146,8 +152,6 @@ class Teaching:
                 "thoughts: set data.thoughts=drop, or write them into the texts of the answers",
                 Kind.key_not_obeyed,
             )
-        if not own.text.strip() and not own.calls:
-            raise DataError(f"{where} has a thought and no answer; take the record out", Kind.empty_answer)
         return own
 
 
@@ -160,14 +164,21 @@ def has_thought(turn: Turn) -> bool:
 
 def apart(turn: Turn, where: str) -> Turn:
     """Return an answer with the thought apart with which its text begins. Raise DataError if a thought stands elsewhere
-    in it, or has no end."""
+    in it, or has no end, or the answer has another thought."""
     for pattern in THOUGHT_IN_TEXT:
         found = pattern.fullmatch(turn.text)
         if found is None or any(tag in found["text"] or tag in found["thought"] for tag in TAGS):
             continue
         solution = SOLUTION.fullmatch(found["text"])
         text = found["text"].lstrip("\n") if solution is None else solution[1]
-        return replace(turn, text=text if text.strip() else "", thought=found["thought"].strip("\n"), parts=None)
+        if any(tag in text for tag in SOLUTION_TAGS):
+            continue
+        thought = found["thought"].strip("\n")
+        if turn.thought is not None and turn.thought.strip() != thought.strip():
+            raise DataError(
+                f"{where} has one thought in its text and another under a key of its own; keep one", Kind.key_not_obeyed
+            )
+        return replace(turn, text=text if text.strip() else "", thought=thought, parts=None)
     raise DataError(
         f"{where} has a thought that does not begin its text, does not end, or is one of several; fix it",
         Kind.key_not_obeyed,

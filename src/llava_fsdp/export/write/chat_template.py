@@ -28,8 +28,9 @@ from llava_fsdp.config import TooLong
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.chat_template.bounded_jinja import TemplateRefused, render
-from llava_fsdp.data.text.chat_template.jinja_template import BEGIN, BEGIN_PARTS, END, ChatTemplate
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, VIDEO
+from llava_fsdp.data.text.chat_template.template_file import BEGIN, BEGIN_PARTS, END
 from llava_fsdp.data.text.conversation import Segment, check_turns, image_order, image_tag, own_prompt, prompt
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
 from llava_fsdp.data.text.templates import Template

@@ -10,7 +10,8 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from llava_fsdp.data.processor.image_template import open_image_template
-from llava_fsdp.data.text.chat_template.jinja_template import OWN, find_code, open_template
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, open_template
+from llava_fsdp.data.text.chat_template.template_file import find_code
 from llava_fsdp.data.text.tokens.detokenize import ends_in_special, eos_ids, find_stops
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.export.write.processor import has_tokenizer

@@ -31,7 +31,8 @@ from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.records.record import IMAGE_TAG
-from llava_fsdp.data.text.chat_template.jinja_template import FILE, ChatTemplate, open_template, special_tokens
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template
+from llava_fsdp.data.text.chat_template.template_file import FILE, special_tokens
 from llava_fsdp.data.text.templates import Template
 from llava_fsdp.data.text.tokens.tokenizer import (
     SPACE,

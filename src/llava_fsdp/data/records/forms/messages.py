@@ -28,6 +28,7 @@ from llava_fsdp.data.records.tools import (
     linked_results,
     read_call,
     read_calls,
+    read_id,
 )
 
 TURN_KEYS = (("from", "value"), ("role", "content"))
@@ -43,6 +44,8 @@ MESSAGE_KEYS = frozenset([key for pair in TURN_KEYS for key in pair] + [*TOOL_KE
 THOUGHT_PARTS, CALL_PART, RESULT_PART = ("thinking", "reasoning"), "tool_use", "tool_result"
 """Types of the parts of a message that are no text and no media, as Anthropic writes them: thoughts and calls of an
 answer, and the result of a call in the message after it."""
+RESULT_IDS = ("tool_call_id", "tool_use_id", "id")
+"""Keys of a message with the result of a call for the id of the call."""
 HIDDEN_PART = "redacted_thinking"
 """Type of a part with an encrypted thought."""
 AGENT_PART_KEYS = frozenset("type thinking reasoning text signature id name input tool_use_id content is_error "
@@ -59,7 +62,7 @@ def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
     made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
     if all(turn.role != "tool" and not turn.calls for turn in made):
         return made
-    return linked_results(joined_calls(made, reader.note_not_obeyed), reader.refuse_turn)
+    return linked_results(joined_calls(made, reader.bad, reader.note_not_obeyed), reader.refuse_turn)
 
 
 def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
@@ -72,7 +75,7 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
     is_answer = role in ("gpt", "call")
     reader.refuse_tools(what, fields, RECORD_TOOLS if role == "gpt" else TOOL_KEYS)
     texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
-    thought = reader.thought_of(what, fields) if role == "gpt" else None
+    thought = reader.thought_of(what, fields) if is_answer else None
     calls = calls_of(reader, what, fields) if role == "gpt" else ()
     is_bare = not texts and bool(calls or thought is not None)  # an answer may have no text beside its calls
     if (len(texts) != 1 and not is_bare) or len(speakers) != 1:
@@ -83,11 +86,11 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
     content = "" if is_bare else fields[texts[0]]
     if role == "call":
         found = read_calls(what, content, reader.bad, reader.is_table)
-        return [reader.weighted(what, Turn("call", "", calls=found), weights)]
+        return [reader.weighted(what, Turn("call", "", thought=thought, calls=found), weights)]
     if role == "tool":
-        names = fields.get("name"), fields.get("tool_call_id") or fields.get("id")
-        named, identity = (name if isinstance(name, str) else "" for name in names)
-        calls = (Call(named, {}, identity),)
+        name = reader.text(f"{what}, name", fields.get("name") or "")
+        identity = next((fields[key] for key in RESULT_IDS if fields.get(key) is not None), None)
+        calls = (Call(name, {}, read_id(what, identity, reader.bad)),)
     if texts != ["content"] or not isinstance(content, list):
         made = [Turn(role, reader.text(what, content), thought=thought, calls=calls)]
     else:
@@ -134,7 +137,8 @@ def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str)
         parts = tuple(read_part(reader, f"{what}, part {number}", own, form) for number, own in enumerate(content))
         content = "".join(parts)
     text = reader.text(what, "" if content is None else content)
-    return Turn("tool", text, parts=parts, calls=(Call("", {}, str(raw.get("tool_use_id") or "")),))
+    identity = read_id(what, raw.get("tool_use_id"), reader.bad)
+    return Turn("tool", text, parts=parts, calls=(Call("", {}, identity),))
 
 
 def calls_of(reader: RecordReader, what: str, raw: dict[str, Any]) -> tuple[Call, ...]:

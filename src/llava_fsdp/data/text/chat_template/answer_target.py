@@ -14,13 +14,13 @@ place of the marker texts, the template changes the texts, and Unfit is raised, 
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llava_fsdp.data.records.record import Call
 from llava_fsdp.data.text.chat_template.chat_features import OPENERS, SAID, THOUGHT, Features, Renders
-from llava_fsdp.data.text.chat_template.chat_layout import SHOWN, Unfit, shared
+from llava_fsdp.data.text.chat_template.chat_layout import RULE_1, SHOWN, Unfit, shared
 from llava_fsdp.data.text.chat_template.message_parts import TEXT, Message
 from llava_fsdp.data.text.tokens.tokenizer import Stretch
 
@@ -44,20 +44,35 @@ class Target:
 
     prompt: str
     text: str
-    thought: Stretch | None = None
-    """Range of characters of the thought in `text`; None without one."""
-    said: Stretch | None = None
-    """Range of characters of the answer's text in `text`; None without one."""
     begin: int = 0
     """Number of characters of `text` before the answer's text or calls: the thought, with what is written around it, or
-    what a template writes for an empty thought."""
-    is_thought_empty: bool = False
-    """Whether these characters are an empty thought that the template writes."""
+    what the template writes for an empty thought."""
+    said: Stretch = (0, 0)
+    """Range of characters of the answer's text in `text`; empty, at `begin`, if the answer has none."""
+    has_thought: bool = False
+    """Whether the first `begin` characters are the answer's thought."""
+    has_empty_thought: bool = False
+    """Whether the first `begin` characters are an empty thought."""
+
+
+@dataclass(frozen=True)
+class AnswerTexts:
+    """What a template writes for one answer and the turns before it."""
+
+    prompt: str
+    """P: the turns before the answer, with the generation prompt."""
+    cue: str
+    """The end of P that the generation prompt adds."""
+    shown: str
+    """F: the turns before the answer, and the answer."""
+    marked: str
+    """F with marker texts in place of the thought and the text of the answer."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation, with guarded texts, in which answers are asked."""
+    """A conversation, with guarded texts, in which answers are asked. Its methods raise Unfit if the template cannot be
+    trained with."""
 
     template: Renders
     features: Features
@@ -70,205 +85,185 @@ class Asked:
             raise Unfit("escapes a special token in a text")
         return text
 
-    def prompt(self, turn: int, on: dict[str, Any]) -> str:
-        """Return the template's prompt for the turns before one. Raise Unfit if it lacks one of them. `on`: variables
-        of the rendering."""
+    def prompt(self, turn: int, variables: dict[str, Any]) -> str:
+        """Return the template's prompt for the turns before one, rendered with some variables. It must have all tools
+        and turns."""
         before = self.messages[:turn]
-        text = self.write(before, ask=True, **on)
+        text = self.write(before, ask=True, **variables)
+        for tool in self.tools:
+            if not is_in(tool["function"]["name"], text):
+                raise Unfit(f"leaves the tool {tool['function']['name']} out")
         for number, message in enumerate(before):
             # a template that drops the text of an earlier answer drops it at inference, too
             if message.role != "gpt" and not all(is_in(own.strip(), text) for own in message.texts):
                 raise Unfit(f"leaves turn {number} ({message.role}) out, or changes its text")
         return text
 
+    def variables(self, turn: int) -> dict[str, Any]:
+        """Return the variables with which an answer is rendered: the switch of thoughts is on if it has one. Without
+        one, the switch is as the template's own variables say."""
+        switch = self.features.switch
+        return {} if switch is None or self.messages[turn].thought is None else {switch: True}
+
+    def texts(self, turn: int) -> AnswerTexts:
+        own, before, variables = self.messages[turn], self.messages[:turn], self.variables(turn)
+        prompt = self.prompt(turn, variables)
+        cue = prompt[shared(prompt, self.write(before, **variables)) :]
+        marked = replace(own, texts=(SAID,)) if own.texts[0].strip() else own
+        marked = marked if own.thought is None else replace(marked, thought=THOUGHT)
+        shown, seen = (self.write([*before, answer], **variables) for answer in (own, marked))
+        return AnswerTexts(prompt, cue, shown, seen)
+
     def target(self, turn: int) -> Target:
-        """Return the prompt and the target of the answer with index `turn`. Raise Unfit if the template cannot be
-        trained with at this turn."""
-        try:
-            return find_target(self, turn)
-        except Unfit as unfit:
-            raise Unfit(f"cannot teach turn {turn}, an answer: it {unfit}") from unfit
+        """Return the prompt and the target of the answer with an index."""
+        own, features = self.messages[turn], self.features
+        if own.thought is not None and not features.thoughts:
+            raise Unfit("shows no thoughts; data.thoughts=drop leaves them out")
+        texts = self.texts(turn)
+        start, unshown = find_start(own, texts, features.opener)
+        if not texts.marked.startswith(texts.shown[:start]):
+            raise Unfit("changes earlier turns because of what an answer says")
+        spans = find_spans(own, texts.shown[start:], texts.marked[start:], not unshown)
+        self.check_calls(turn, texts.shown[start:])
+        if self.template.tokenizer.find_special(texts.cue) and texts.shown.startswith(texts.cue, start):
+            raise Unfit("asks without the header that it then shows before the answer")
+        ended = self.ended(turn, texts, start, spans[SAID][1] if SAID in spans else 0)
+        if any(end > len(ended) for _, end in spans.values()):
+            raise Unfit("writes the text of an answer with calls after their results")
+        text = unshown + ended
+        spans = {mark: (begin + len(unshown), end + len(unshown)) for mark, (begin, end) in spans.items()}
+        if unshown:
+            spans[THOUGHT] = 0, len(unshown) - len(OPENERS[features.opener])
+        begin, is_empty = thought_end(features, text, spans)
+        said = spans.get(SAID, (begin, begin))
+        return Target(texts.prompt, text, begin, said, own.thought is not None, is_empty)
+
+    def ended(self, turn: int, texts: AnswerTexts, start: int, said_end: int) -> str:
+        """Return F from the character `start` on, up to and including what ends the answer, whose text ends `said_end`
+        characters behind `start`."""
+        own, features, rest = self.messages[turn], self.features, texts.shown[start:]
+        if features.next_stop:
+            return rest.rstrip("\n") + features.call_stop if own.calls else rest + features.next_stop
+        if not own.calls:
+            found = rest.find(features.stop, said_end)
+            if found < 0:
+                raise Unfit("ends an answer in another way than usual")
+            return rest[: found + len(features.stop)]
+        kept = rest
+        results = [Message("tool", TEXT, ("result",), calls=(call,)) for call in own.calls]
+        try:  # what changes once there are results is not the answer's end
+            after = self.write([*self.messages[: turn + 1], *results], **self.variables(turn))
+            kept = rest[: max(0, shared(after, texts.shown) - start)]
+        except Unfit:
+            pass  # the template takes no such result: then all of F may be the end
+        find = self.template.tokenizer.find_special
+        for text in (kept, rest):
+            ends = [end for _, end in find(text) if not text[end:].strip()]
+            if ends:
+                return rest[: ends[0]]
+        raise Unfit("writes no special token after a call")
+
+    def check_calls(self, turn: int, text: str) -> None:
+        """Raise Unfit if a text lacks a call of an answer, or a value of its arguments."""
+        own, before = self.messages[turn], self.messages[:turn]
+        for call in own.calls:
+            if not is_in(call.name, text):
+                raise Unfit(f"leaves a call of {call.name} out")
+            for ways in values_in(call.arguments):
+                if not any(is_in(way, text) for way in ways):
+                    raise Unfit(f"changes an argument of a call: {ways[0][:SHOWN]!r}")
+        if len(own.calls) > 1:  # they may be equal, so each must add to the text
+            fewer = [replace(own, calls=own.calls[: end + 1]) for end in range(len(own.calls))]
+            if len({self.write([*before, answer], **self.variables(turn)) for answer in fewer}) < len(fewer):
+                raise Unfit(f"leaves a call of {own.calls[-1].name} out")
 
 
-def find_target(asked: Asked, turn: int) -> Target:
-    """Do what `Asked.target` does; the messages of errors lack the turn."""
-    features, own, before = asked.features, asked.messages[turn], asked.messages[:turn]
-    if own.thought is not None and not features.thoughts:
-        raise Unfit("shows no thoughts; data.thoughts=drop leaves them out")
-    on = {} if features.switch is None else switch_of(features, own)
-    prompt = asked.prompt(turn, on)
-    shown = asked.write([*before, own], **on)
-    text = own.texts[0]
-    marked = replace(own, texts=(SAID,) if text.strip() else own.texts)
-    if own.thought is not None:
-        marked = replace(marked, thought=THOUGHT)
-    seen = asked.write([*before, marked], **on)
-    start, glue = find_start(asked, prompt, shown, seen, turn)
-    if not seen.startswith(shown[:start]):
-        raise Unfit("changes earlier turns because of what an answer says")
-    spans = fill(own, shown[start:], seen[start:], is_glued=bool(glue))
-    spans = {kind: (a + len(glue), b + len(glue)) for kind, (a, b) in spans.items()}
-    if glue:
-        spans[THOUGHT] = (0, len(glue) - len(OPENERS[features.opener]))
-    whole = glue + shown[start:]
-    check_calls(own.calls, whole)
-    header = prompt[shared(prompt, asked.write(before, **on)) :]
-    if header and asked.template.tokenizer.find_special(header) and whole.startswith(header):
-        raise Unfit("asks without the header that it then shows before the answer")
-    upto = find_end(asked, turn, whole, spans, shown, start - len(glue), on)
-    if any(end > len(upto) for _, end in spans.values()):
-        raise Unfit("writes the text of an answer with calls after their results")
-    begin, is_empty = find_begin(asked, own, upto, spans)
-    return Target(prompt, upto, spans.get(THOUGHT), spans.get(SAID), begin, is_empty)
-
-
-def switch_of(features: Features, own: Message) -> dict[str, Any]:
-    """Return the value of the template's switch for an answer: on if it has a thought. An answer without one leaves it
-    to the template's own variables."""
-    assert features.switch is not None
-    return {features.switch: True} if own.thought is not None else {}
-
-
-def find_start(asked: Asked, prompt: str, shown: str, seen: str, turn: int) -> tuple[int, str]:
-    """Return where in F (`shown`) the rest of the target begins, and the text before it that F lacks, which is the
-    thought of rule 3. `seen` is F with marker texts."""
-    features, own, before = asked.features, asked.messages[turn], asked.messages[:turn]
-    if shown.startswith(prompt):
-        if own.thought is not None and THOUGHT not in seen[len(prompt) :]:
+def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]:
+    """Return where in F the rest of the target begins, and the text before it that F lacks: the thought of rule 3.
+    `opener` is that of the template's features."""
+    prompt, shown = texts.prompt, texts.shown
+    start = len(prompt) if shown.startswith(prompt) else behind_cue(texts)
+    if start is not None:
+        if own.thought is not None and THOUGHT not in texts.marked[start:]:
             raise Unfit("does not show the thought of this turn")
-        return len(prompt), ""
-    on = {} if features.switch is None else switch_of(features, own)
-    cue = prompt[shared(prompt, asked.write(before, **on)) :]
-    places = [place for mark in (SAID, THOUGHT) if (place := seen.find(mark)) >= 0]
-    where = seen.rfind(cue, 0, min(places, default=len(shown))) if cue else -1
-    if where >= 0 and shown.startswith(seen[: where + len(cue)]):
-        if own.thought is not None and THOUGHT not in seen[where + len(cue) :]:
-            raise Unfit("does not show the thought of this turn")
-        return where + len(cue), ""
-    opener = features.opener
+        return start, ""
     if opener and prompt.endswith(opener) and shown.startswith(prompt[: -len(opener)]):
         if own.thought is None:
             raise Unfit("opens a thought in the prompt, and this answer has none")
         return len(prompt) - len(opener), own.thought.strip("\n") + OPENERS[opener]
-    rest = prompt[shared(prompt, shown) :]
-    raise Unfit(f"shows the answer behind another text than its prompt, which has {rest[:SHOWN]!r}")
+    raise Unfit(
+        f"shows the answer behind another text than its prompt, which has {prompt[shared(prompt, shown) :][:SHOWN]!r} "
+        f"({RULE_1})"
+    )
 
 
-def fill(own: Message, tail: str, seen: str, is_glued: bool) -> dict[str, Stretch]:
-    """Return the ranges of characters of the thought and the text of an answer in the end of F (`tail`), by their
-    marker texts in the same end with marker texts (`seen`). With `is_glued`, the thought is not in F."""
+def behind_cue(texts: AnswerTexts) -> int | None:
+    """Return where in F the cue ends that stands last before the answer; None without one."""
+    places = [place for mark in (SAID, THOUGHT) if (place := texts.marked.find(mark)) >= 0]
+    place = texts.marked.rfind(texts.cue, 0, min(places, default=len(texts.shown))) if texts.cue else -1
+    end = place + len(texts.cue)
+    return end if place >= 0 and texts.shown.startswith(texts.marked[:end]) else None
+
+
+def find_spans(own: Message, rest: str, marked: str, shows_thought: bool) -> dict[str, Stretch]:
+    """Return {marker text: range of characters} of the thought and the text of an answer in the end of F (`rest`), by
+    the same end with marker texts (`marked`). Raise Unfit if it is not `marked` with both texts in their places."""
     wanted = {SAID: own.texts[0]} if own.texts[0].strip() else {}
-    if own.thought is not None and not is_glued:
+    if own.thought is not None and shows_thought:
         wanted[THOUGHT] = own.thought
+    names = {SAID: "text", THOUGHT: "thought"}
     for mark in wanted:
-        if seen.count(mark) != 1:
-            raise Unfit(f"leaves the {name_of(mark)} of an answer out, or repeats it")
+        if marked.count(mark) != 1:
+            raise Unfit(f"leaves the {names[mark]} of an answer out, or repeats it")
+    order = sorted(wanted, key=marked.find)
     spans: dict[str, Stretch] = {}
     at, filled = 0, ""
-    order = sorted(wanted, key=seen.find)
     for number, mark in enumerate(order):
-        where = seen.find(mark)
-        filled += seen[at:where]
-        at = where + len(mark)
-        behind = seen[at : seen.find(order[number + 1])] if number + 1 < len(order) else seen[at:]
-        ways = sorted({strip(wanted[mark]) for strip in STRIPS}, key=len, reverse=True)
-        way = next((own for own in ways if fits(tail, filled + own, behind, number + 1 == len(order))), None)
-        if way is None:
-            raise Unfit(f"changes the {name_of(mark)} of an answer")
-        spans[mark] = len(filled), len(filled) + len(way)
-        filled += way
-    if filled + seen[at:] != tail:
+        begin = marked.find(mark)
+        filled += marked[at:begin]
+        at = begin + len(mark)
+        is_last = number + 1 == len(order)
+        behind = marked[at:] if is_last else marked[at : marked.find(order[number + 1])]
+        for text in sorted({strip(wanted[mark]) for strip in STRIPS}, key=len, reverse=True):
+            whole = filled + text + behind
+            if rest == whole if is_last else rest.startswith(whole):
+                break
+        else:
+            raise Unfit(f"changes the {names[mark]} of an answer")
+        spans[mark] = len(filled), len(filled) + len(text)
+        filled += text
+    if filled + marked[at:] != rest:
         raise Unfit("changes the text of an answer")
     return spans
 
 
-def fits(tail: str, filled: str, behind: str, is_last: bool) -> bool:
-    return tail == filled + behind if is_last else tail.startswith(filled + behind)
-
-
-def name_of(mark: str) -> str:
-    return "thought" if mark == THOUGHT else "text"
-
-
-def find_end(
-    asked: Asked, turn: int, whole: str, spans: dict[str, Stretch], shown: str, start: int, on: dict[str, Any]
-) -> str:
-    """Return an answer's text up to and including what ends it.
-
-    Args:
-        whole: the target with all that F has behind it; it begins at the character `start` of F (`shown`).
-        on: variables of the rendering.
-    """
-    own, features = asked.messages[turn], asked.features
-    find = asked.template.tokenizer.find_special
-    if features.next_stop:
-        return whole.rstrip("\n") + features.call_stop if own.calls else whole + features.next_stop
-    if not own.calls:
-        found = whole.find(features.stop, spans[SAID][1] if SAID in spans else 0)
-        if found < 0:
-            raise Unfit("ends an answer in another way than usual")
-        return whole[: found + len(features.stop)]
-    ends = [end for _, end in find(whole) if not whole[end:].strip()]
-    results = [Message("tool", TEXT, ("result",), calls=(call,)) for call in own.calls]
-    try:  # what follows once there are results is not the answer's end
-        after = asked.write([*asked.messages[: turn + 1], *results], **on)
-        kept = whole[: max(0, shared(after, shown) - start)]
-        ends = [end for _, end in find(kept) if not kept[end:].strip()] or ends
-    except Unfit:
-        pass
-    if not ends:
-        raise Unfit("writes no special token after a call")
-    return whole[: ends[0]]
-
-
-def find_begin(asked: Asked, own: Message, text: str, spans: dict[str, Stretch]) -> tuple[int, bool]:
-    """Return how many characters of a target are a thought with what is around it, and whether the thought is empty."""
-    features = asked.features
-    if own.thought is not None:
-        if SAID in spans:
-            return spans[SAID][0], False
-        behind = text[spans[THOUGHT][1] :]
-        return spans[THOUGHT][1] + shared(behind, features.thought_end), False
+def thought_end(features: Features, text: str, spans: dict[str, Stretch]) -> tuple[int, bool]:
+    """Return how many characters of a target are a thought with what is around it, and whether the thought is empty.
+    `spans`: ranges of the answer's thought and text in the target."""
     until = spans[SAID][0] if SAID in spans else len(text)
-    empty = features.thought_begin.strip() + features.thought_end.strip()
+    if THOUGHT in spans:
+        end = spans[THOUGHT][1]
+        return until if SAID in spans else end + shared(text[end:], features.thought_end), False
     if not features.thought_begin.strip():
         return 0, False
     # white space in an empty thought differs from that around a thought
-    letters = iter("".join(empty.split()))
-    wanted = next(letters)
-    for at, letter in enumerate(text[:until]):
-        if letter.isspace():
-            continue
-        if letter != wanted:
-            return 0, False
-        wanted = next(letters, "")
-        if not wanted:
-            rest = text[at + 1 : until]
-            return until - len(rest.lstrip()), True
-    return 0, False
+    letters = "".join(f"{features.thought_begin}{features.thought_end}".split())
+    found = re.compile(r"\s*".join(["", *map(re.escape, letters), ""])).match(text, 0, until)
+    return (0, False) if found is None else (found.end(), True)
 
 
-def check_calls(calls: Sequence[Call], text: str) -> None:
-    """Raise Unfit if a target lacks a call, or a text in its arguments."""
-    for call in calls:
-        if not is_in(call.name, text):
-            raise Unfit(f"leaves a call of {call.name} out")
-        missing = next((own for own in texts_in(call.arguments) if not is_in(own.strip(), text)), None)
-        if missing is not None:
-            raise Unfit(f"changes an argument of a call: {missing[:SHOWN]!r}")
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts and the keys in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
+def values_in(value: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the texts, keys, numbers and constants in a JSON value, each in the ways in which a template may write
+    it."""
+    if isinstance(value, list):
         for own in value:
-            yield from texts_in(own)
+            yield from values_in(own)
     elif isinstance(value, dict):
         for key, own in value.items():
-            yield key
-            yield from texts_in(own)
+            yield (key.strip(),)
+            yield from values_in(own)
+    else:
+        yield (value.strip(),) if isinstance(value, str) else (json.dumps(value), str(value))
 
 
 def is_in(text: str, whole: str) -> bool:

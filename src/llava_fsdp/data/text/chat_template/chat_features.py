@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from llava_fsdp.data.records.record import Call
-from llava_fsdp.data.text.chat_template.chat_layout import MARK, Unfit, shared
+from llava_fsdp.data.text.chat_template.chat_layout import MARK, NO_END, Unfit, answer_end, shared
 from llava_fsdp.data.text.chat_template.message_parts import TEXT, Message, MessageForm
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 
@@ -39,6 +39,8 @@ TOOL = {
     },
 }
 """A tool for trials."""
+CALL = Call("look", {"place": PLACE}, "abcdefghi")
+"""A call of it. Mistral's templates take ids of nine letters."""
 
 
 class Renders(Protocol):
@@ -128,8 +130,7 @@ def find_form(template: Renders) -> MessageForm:
     if ASKED not in template.write_text([asked], False, plain):
         raise Unfit("leaves the text of a question out")
     thinks = said("gpt", SAID, thought=THOUGHT)
-    call = Call("look", {"place": PLACE}, "abcdefghi")  # Mistral's templates take ids of nine letters
-    calls = said("gpt", "", calls=(call,))
+    calls = said("gpt", "", calls=(CALL,))
     form = plain
     for as_text in (False, True):
         own = replace(plain, text_arguments=as_text)
@@ -150,22 +151,18 @@ def find_form(template: Renders) -> MessageForm:
 
 
 def find_stop(template: Renders, form: MessageForm) -> tuple[str, str]:
-    """Return the text that ends an answer: all up to the first special token behind it, and further ones that follow
-    directly and that an earlier answer has, too. If there is none behind the last answer, the special token with which
-    the next turn begins ends it; it is also the second result."""
+    """Return the text that ends an answer (see `answer_end`). If nothing behind the last answer does, the special token
+    with which the next turn begins ends it, which is also the second result."""
     turns = [said("human", ASKED), said("gpt", SAID), said("human", NEXT), said("gpt", NEXT_SAID)]
     last = template.write_text(turns[:2], False, form).partition(SAID)[2]
     whole = attempt(template, turns, False, form)
     earlier = whole.partition(SAID)[2].partition(NEXT)[0]
-    ends: list[int] = []
-    for begin, end in template.tokenizer.find_special(last):
-        if not ends or (begin == ends[-1] and earlier.startswith(last[:end])):
-            ends.append(end)
-    if ends:
-        return last[: ends[-1]], ""
+    end = answer_end(last, earlier, template.tokenizer)
+    if end:
+        return end, ""
     special = template.tokenizer.find_special(earlier)
     if not special or not earlier.startswith(last) or special[0][0] < len(last):
-        raise Unfit("writes no special token after the last answer, so that a model would not learn to end one")
+        raise Unfit(NO_END)
     return earlier[: special[0][1]], earlier[len(last) : special[0][1]]
 
 
@@ -179,8 +176,7 @@ def find_call_stop(template: Renders, features: Features) -> str:
     """Return the special token with which the result of a call begins, if an answer ends where the next turn begins."""
     if not features.next_stop:
         return ""
-    call = Call("look", {"place": PLACE}, "abcdefghi")
-    turns = [said("human", ASKED), said("gpt", "", calls=(call,)), said("tool", SAID, calls=(call,))]
+    turns = [said("human", ASKED), said("gpt", "", calls=(CALL,)), said("tool", SAID, calls=(CALL,))]
     bare, whole = (attempt(template, turns[:end], False, features.form, [TOOL]) for end in (2, 3))
     behind = rest_of(whole, bare)
     special = template.tokenizer.find_special(behind)

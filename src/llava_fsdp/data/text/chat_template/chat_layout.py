@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, TEXT, VIDEO, TurnShape, parse_shape, shape_of
+from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 
 MARK = "\ue000turn {}\ue001"
 """Stands for text number {} of a conversation, with private-use characters, which no template treats specially."""
@@ -25,6 +26,8 @@ LEFT, RIGHT = "\n\t\n", "\n \n"
 """White space that is put before and after MARK, to determine how the template strips a text."""
 STRIPPED = ("", "\n", None)
 """Possible arguments of `str.strip` with which a template strips a text: nothing, line breaks, or white space."""
+RULE_1 = "rule 1: the text before an answer is the prompt of add_generation_prompt"
+NO_END = "writes no special token after the last answer, so that a model would not learn to end one"
 SHOWN = 40
 """Number of characters of a template's text that an error message shows."""
 
@@ -102,6 +105,20 @@ class Form(Protocol):
     def placeholders(self) -> dict[str, str]: ...
     def layout(self, shape: str, has_labels: bool = True) -> Layout: ...
     def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]: ...
+
+
+def answer_end(last: str, earlier: str, tokenizer: Tokenizer) -> str:
+    """Return the text that ends an answer: the beginning of the text behind a last answer, up to its first special
+    token, and further ones that follow directly and that an earlier answer has, too. Empty if there is none.
+
+    Args:
+        earlier: the text behind an earlier answer; empty if it is not known.
+    """
+    end = 0
+    for begin, behind in tokenizer.find_special(last):
+        if not end or (begin == end and earlier.startswith(last[:behind])):
+            end = behind
+    return last[:end]
 
 
 def joined(frames: Sequence[str], filled: Sequence[str]) -> str:
@@ -187,10 +204,7 @@ def after_prompt(
         return frames, len(head) - len(prompt)
     if head.split() == prompt.split() and asked.slots == slots[:-1]:
         return [*(frame.text for frame in asked.frames), frames[-1]], 0
-    raise Unfit(
-        f"{where} a model that answers reads {difference(prompt, head)} (rule 1: the text before an answer is the "
-        "prompt of add_generation_prompt)"
-    )
+    raise Unfit(f"{where} a model that answers reads {difference(prompt, head)} ({RULE_1})")
 
 
 def difference(wanted: str, found: str) -> str:

@@ -23,7 +23,7 @@ from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.data.text.chat_template.answer_target import Asked
 from llava_fsdp.data.text.chat_template.bounded_jinja import BREAKS, TemplateRefused, render
 from llava_fsdp.data.text.chat_template.chat_features import Features, learn_features
-from llava_fsdp.data.text.chat_template.chat_layout import MARK, MARKS, Layout, Unfit, learn
+from llava_fsdp.data.text.chat_template.chat_layout import MARK, MARKS, NO_END, Layout, Unfit, answer_end, learn
 from llava_fsdp.data.text.chat_template.message_parts import (
     IMAGE,
     ROLES,
@@ -35,33 +35,12 @@ from llava_fsdp.data.text.chat_template.message_parts import (
     parse_shape,
     shape_of,
 )
+from llava_fsdp.data.text.chat_template.template_file import BEGIN, BOS, find_code, find_file, special_tokens
 from llava_fsdp.data.text.templates import Template, template
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.files.safe_load import read_text
 from llava_fsdp.runtime.text.log import log
 
-FILE = "chat_template.jinja"
-BEGIN = "{# the model's own chat template begins #}\n"
-END = "{{ '' }}{% endset %}{# the model's own chat template ends #}"
-"""Texts before and after the model's template in an exported file. The code outside of them converts messages to the
-turns that training saw. Without the empty text, Jinja would remove white space at the end of the model's template."""
-OLDER_END = "{%+ endset %}{# the model's own chat template ends #}"
-"""The text after the model's template in files that earlier versions exported. llama.cpp does not know its `+`."""
-BEGIN_PARTS = "{# the model's own chat template, which gets images as parts of messages, begins #}\n"
-"""Text that stands instead of BEGIN if training gave images to the template as parts of messages."""
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Variables of a template for which transformers gives it special tokens."""
-DATE = (
-    "{%- macro strftime_now(format) -%}{{- format | replace('%d', '26') | replace('%-d', '26') | replace('%m', '07')"
-    " | replace('%b', 'Jul') | replace('%B', 'July') | replace('%A', 'Friday') | replace('%y', '24')"
-    " | replace('%Y', '2024') -}}{%- endmacro %}\n"
-)
-"""Jinja code that is put before a template which writes today's date: it is always 26 July 2024, which Llama 3 writes
-if it knows none. Otherwise the tokens of a record would change from day to day."""
-BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
-"""Jinja code that is put before the template of a LLaVA-NeXT model: it writes the BOS token, which the processor adds
-and the template lacks."""
 SECONDS = 0.2
 """Greatest processor time in seconds for rendering a short conversation of marker texts, of which a template gets about
 thirty; a slower template is refused. `bounded_jinja` has the limits for all conversations."""
@@ -167,22 +146,18 @@ class ChatTemplate:
 
     @cached_property
     def _stop(self) -> str:
-        """All text after the last answer up to and including the first special token. Special tokens directly after
-        this one are included if they also follow an earlier answer. Raises Unfit if there is no special token."""
+        """The text that ends an answer, by the layout of plain conversations (see `answer_end`). Raises Unfit if there
+        is none."""
         _, frames = self.marked("hg")
-        last = frames[-1]
         try:
             _, longer = self.marked("hghg")
             earlier = longer[2]  # the text between the first answer and the second question
         except Unfit:
             earlier = ""
-        ends: list[int] = []
-        for begin, end in self.tokenizer.find_special(last):
-            if not ends or (begin == ends[-1] and earlier.startswith(last[:end])):
-                ends.append(end)
-        if not ends:
-            raise Unfit("writes no special token after the last answer, so that a model would not learn to end one")
-        return last[: ends[-1]]
+        end = answer_end(frames[-1], earlier, self.tokenizer)
+        if not end:
+            raise Unfit(NO_END)
+        return end
 
     @cached_property
     def begin(self) -> str:
@@ -361,53 +336,6 @@ def usable_name(folder: Path) -> str | None:
     except ConfigError as error:
         log().info("not used: %s", error)
         return None
-
-
-def find_code(folder: Path) -> tuple[Path, str] | None:
-    """Return the file of a model's template and the Jinja code, completed by `complete`; None without one."""
-    found = find_file(folder)
-    return None if found is None else (found[0], complete(found[1], folder))
-
-
-def find_file(folder: Path) -> tuple[Path, str] | None:
-    """Return the file of a model's template and its Jinja code; None without one.
-
-    The files are those of transformers: `chat_template.jinja`, `chat_template.json`, `tokenizer_config.json`.
-    """
-    for path in (folder / FILE, folder / "chat_template.json", folder / "tokenizer_config.json"):
-        code: Any = None
-        if path.is_file():
-            code = read_text(path) if path.suffix == ".jinja" else read_optional(path).get("chat_template")
-        if isinstance(code, list):
-            code = next((own["template"] for own in code if own.get("name") == "default"), None)
-        if isinstance(code, str) and code:
-            return path, code
-    return None
-
-
-def complete(code: str, folder: Path) -> str:
-    """Return the code of a template, preceded by code that adds what it lacks: the BOS token for a LLaVA-NeXT model,
-    and a fixed date for a template that writes the current one. From a file that this program exported, only the
-    model's own template is taken."""
-    for begin in (BEGIN, BEGIN_PARTS):
-        if begin in code:
-            end = END if END in code else OLDER_END
-            return code.partition(begin)[2].rpartition(end)[0]
-    bos = special_tokens(folder).get("bos_token")
-    is_processor = read_optional(folder / "config.json").get("model_type") == "llava_next"
-    add = BOS if is_processor and bos and bos not in code and "bos_token" not in code else ""
-    return add + (DATE if "strftime_now" in code else "") + code.removesuffix("\n")
-
-
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return {variable of templates, such as `bos_token`: special token} from the tokenizer's files."""
-    found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.model").is_file():
-        # a Llama tokenizer has these unless a file names others
-        found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}
-    values = {name: found.get(name) for name in NAMED}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def read_own(name: str, folder: Path, tokenizer: Tokenizer, cure: str) -> ChatTemplate:

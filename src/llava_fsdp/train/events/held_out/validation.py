@@ -179,6 +179,13 @@ class Validation(RunEvents):
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
         row["metric"] = self.metric.name if questions else None
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
+        cut = sum(answer.is_thought_cut for answer in answers)
+        if cut:
+            row["thoughts_cut"] = cut
+            log().warning(
+                "%d of %d answers have no text, because val.max_new_tokens=%d ended their thought; raise it",
+                cut, len(answers), self.cfg.val.max_new_tokens,
+            )  # fmt: skip
         self.rows.add(row)
         self.events.after_validation(row)
         log().info("%s", line_of(row))

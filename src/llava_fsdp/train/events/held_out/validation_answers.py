@@ -33,6 +33,8 @@ class Answered:
     """Index of the question."""
     text: str
     score: float
+    is_thought_cut: bool = False
+    """Whether the answer ended within its thought, at `val.max_new_tokens`; it has no text then."""
 
 
 class AnswerGenerator:
@@ -127,7 +129,7 @@ class AnswerGenerator:
         write_answers(self.model, self.language, prompt, Sampling(self.cfg.val.max_new_tokens), push)
         for text in texts:
             text.close()
-        return [self.score_answer(number, text.text) for (number, _), text in zip(rows_by_number, texts, strict=True)]
+        return [self.score_answer(number, text) for (number, _), text in zip(rows_by_number, texts, strict=True)]
 
     def prompt_of(self, rows: list[Row]) -> Prompt:
         """Return tokenized questions with their images as a batch on the device; without questions, a blank row."""
@@ -135,11 +137,11 @@ class AnswerGenerator:
         micro = self.loader.to_device(prompts.micro)
         return Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)
 
-    def score_answer(self, number: int, text: str) -> Answered:
-        """Return the answer `text` to question `number`, with its score."""
+    def score_answer(self, number: int, answer: AnswerText) -> Answered:
+        """Return the answer to question `number`, without its thought, and with its score."""
         question = self.questions[number]
-        score = self.metric.score(question.question, text, question.reference, question.record)
-        return Answered(number, text, score)
+        score = self.metric.score(question.question, answer.text, question.reference, question.record)
+        return Answered(number, answer.text, score, answer.is_thought_cut)
 
     def read(self, question: HeldOutQuestion) -> Row | None:
         """Return the tokenized sample of a question and its image tiles; None if an image is broken and
