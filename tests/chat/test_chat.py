@@ -243,6 +243,9 @@ class Letters:
     def special(self, text: str) -> int | None:
         return None
 
+    def name(self, token: int) -> str | None:
+        return None
+
 
 def pieces(text: AnswerText, ids: list[int]) -> list[str]:
     return [*(text.push(i) for i in ids), text.close()]
@@ -261,6 +264,21 @@ def test_streamed_text_is_the_text(written: str, stop: str) -> None:
     assert "".join(found) == expected
     assert all(stop not in "".join(found[:n]) and "\ufffd" not in "".join(found[:n]) for n in range(len(found)))
     assert text.push(65) == "" and "".join(pieces(AnswerText(Letters(), stop, frozenset([257])), [65, 257, 66])) == "A"
+
+
+@pytest.mark.parametrize("begin", ["<t>", ""])
+def test_a_thought_is_no_part_of_an_answer_and_a_cut_one_is_told(begin: str) -> None:
+    """The prompt begins it, or the model; a stop token within it ends an answer that is shown."""
+    cases = {
+        "hm</t>red": ("red", "hm", False), "hm</t>": ("", "hm", False), "hm": ("", None, True),
+        "hm</": ("", None, True),
+    }  # fmt: skip
+    for written, expected in cases.items():
+        text = AnswerText(Letters(), "</s>", frozenset([257]), "", (begin, "</t>"))
+        assert "".join(pieces(text, list(f"{begin}{written}".encode()))) == text.text == expected[0]
+        assert (text.thought, text.is_thought_cut) == expected[1:], written
+    plain = AnswerText(Letters(), "</s>", frozenset([257]), "", ("<t>", "</t>"))
+    assert "".join(pieces(plain, list(b"<red"))) == "<red" and not plain.is_thought_cut
 
 
 def test_bytes_that_are_no_characters_come_at_last() -> None:

@@ -60,7 +60,7 @@ def reply(capsys: pytest.CaptureFixture[str]) -> Reply:
         settings = BenchmarkAnswerer(cfg, asked, QuestionShard()).settings | {"blank": False}
         assert cfg.answers is not None
         with AnswersFile(Path(cfg.answers), asked, settings, "model").open_for_writing() as add:
-            add(asked, texts)
+            add(asked[: len(texts)], texts)
         capsys.readouterr()
         evaluate(cfg)
         return json.loads(capsys.readouterr().out)
@@ -199,6 +199,19 @@ def test_own_right_answers(reply: Reply, keys: list[str], tmp_path: Path) -> Non
     path = questions(tmp_path, answer=["A", 1, "C", 0, "B"], choices=[["x", "y", "z"]] * 5)
     found = reply(config(*keys, "task=multiple_choice", f"questions={path}"), ["A", "B", "C", "A", "E"])
     assert (found["accuracy"], found["invalid"]) == (0.8, 1)
+
+
+def test_answers_whose_thought_was_cut_are_counted(
+    reply: Reply, keys: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And said: by the file of answers of an evaluation that is read again."""
+    cfg = config(*keys, "task=multiple_choice", f"questions={questions(tmp_path, answer=list('ABCAB'))}")
+    assert "thoughts_cut" not in reply(cfg, ["A", "B", "", "A", ""])
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["metadata"] |= {"thought_cut": True} if not line["text"] else {}
+    write_lines(tmp_path / "answers.jsonl", lines)
+    assert reply(cfg, [])["thoughts_cut"] == 2 and "max_new_tokens=4" in caplog.text
 
 
 def test_all_questions_have_right_answers_or_none_has(tmp_path: Path) -> None:

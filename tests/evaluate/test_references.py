@@ -447,6 +447,22 @@ def test_questions_of_vqav2_are_known_by_their_form(tmp_path: Path) -> None:
             list(read_file(tmp_path / name, Task.textvqa, 1 << 20))
 
 
+def test_answers_whose_thought_was_cut_are_marked(tmp_path: Path) -> None:
+    """In the files of all processes, and in the one that is made of them."""
+    path = tmp_path / "a.jsonl"
+    for rank in range(2):
+        own = answers(path, QuestionShard(rank, 2))
+        asked = own.missing_questions()
+        own.thoughts_cut |= {n for n in (2, 3) if n % 2 == rank}
+        with own.open_for_writing() as add:
+            add(asked, ["" if question.number in own.thoughts_cut else "yes" for question in asked])
+    merged = answers(path, QuestionShard(0, 2))
+    assert merged.thoughts_cut == {2, 3} and merged.finish().count("") == 2
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["metadata"].get("thought_cut", False) for line in lines] == [n in (2, 3) for n in range(7)]
+    assert answers(path, QuestionShard()).thoughts_cut == {2, 3}
+
+
 def test_answers_that_were_written_in_another_order_are_put_in_theirs(tmp_path: Path) -> None:
     """Where one process has all of them, too; a file that is in order is not written again."""
     path = tmp_path / "a.jsonl"

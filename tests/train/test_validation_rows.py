@@ -108,7 +108,7 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
     passed: list[dict[str, Any]] = []
     held: Any = SimpleNamespace(
         state=SimpleNamespace(step=7), held_out=held_out, rows=RowWriter(tmp_path / "validation.jsonl"),
-        cfg=SimpleNamespace(val=SimpleNamespace(shown=2)), metric=SimpleNamespace(name="vqa"),
+        cfg=SimpleNamespace(val=SimpleNamespace(shown=2, max_new_tokens=8)), metric=SimpleNamespace(name="vqa"),
         events=SimpleNamespace(after_validation=passed.append),
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
@@ -121,9 +121,12 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
         "a": (2, 0.75),
         "b": (0.25, 0),
     }
+    assert "thoughts_cut" not in row
+    Validation.report(held, losses, [Answered(0, "", 0.0, is_thought_cut=True), answers[1]], 1.5)
+    assert passed[1]["thoughts_cut"] == 1 and passed[1]["questions"] == 2
     held_out.questions = []
     Validation.report(held, losses, [], 1.5)
-    assert (passed[1]["metric"], passed[1]["answers"]) == (None, [])
+    assert (passed[2]["metric"], passed[2]["answers"]) == (None, [])
     assert [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()] == passed
 
 
