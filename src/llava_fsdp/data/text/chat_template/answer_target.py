@@ -166,16 +166,16 @@ class Asked:
     def check_calls(self, turn: int, text: str) -> None:
         """Raise Unfit if a text lacks a call of an answer, or a value of its arguments."""
         own, before = self.messages[turn], self.messages[:turn]
+        if len(own.calls) > 1:  # they may be equal, so each must add to the text
+            fewer = [replace(own, calls=own.calls[: end + 1]) for end in range(len(own.calls))]
+            if len({self.write([*before, answer], **self.variables(turn)) for answer in fewer}) < len(fewer):
+                raise Unfit(f"leaves a call of {own.calls[-1].name} out")
         for call in own.calls:
             if not is_in(call.name, text):
                 raise Unfit(f"leaves a call of {call.name} out")
             for ways in values_in(call.arguments):
                 if not any(is_in(way, text) for way in ways):
                     raise Unfit(f"changes an argument of a call: {ways[0][:SHOWN]!r}")
-        if len(own.calls) > 1:  # they may be equal, so each must add to the text
-            fewer = [replace(own, calls=own.calls[: end + 1]) for end in range(len(own.calls))]
-            if len({self.write([*before, answer], **self.variables(turn)) for answer in fewer}) < len(fewer):
-                raise Unfit(f"leaves a call of {own.calls[-1].name} out")
 
 
 def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]:
