@@ -160,6 +160,8 @@ def test_a_thought_of_an_earlier_turn_is_not_kept(tmp_path: Path) -> None:
     loop, last = encode.samples(record(*LOOP, tools=[LOOK]), UNLIMITED)
     assert (loop.turns, last.turns) == ((1, 3), (5, 5))
     assert "hm" not in encode.tokenizer.decode(last.input_ids[: last.prompt].tolist())
+    longer = (*LOOP[:4], Turn("human", "and now? " * 30), LOOP[5])  # its prompt is longer than the sample before it
+    assert [own.turns for own in encode.samples(record(*longer, tools=[LOOK]), UNLIMITED)] == [(1, 3), (5, 5)]
     template = coder("qwen3_6", tmp_path / "template")
     last = template.samples(record(*LOOP, tools=[LOOK]), UNLIMITED)[-1]
     assert "hm" not in template.tokenizer.decode(last.input_ids[: last.prompt].tolist())
@@ -298,6 +300,22 @@ CHATML = (
     "{{ m.content }}{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}{{ c.function.arguments | tojson }}</c>"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+EMPTY = CHATML.replace("{% if m.reasoning %}", "{% if m.role == 'assistant' %}").replace(
+    "m.reasoning }}", "m.reasoning or '' }}"
+)
+
+
+@pytest.mark.parametrize("empty", EmptyThoughts)
+def test_an_empty_thought_that_no_switch_turns_off(empty: EmptyThoughts, tmp_path: Path) -> None:
+    """The model writes it; as context, it has no labels."""
+    teaching = Teaching(Thoughts.train, empty)
+    form = teaching.template(open_form(EMPTY, tmp_path))
+    encode = ExactEncoder(form.tokenizer, form, rows_of, UNLIMITED, TooLong.fail, teaching=teaching)
+    (sample,) = encode.samples(record(ASK, Turn("gpt", "red")), UNLIMITED)
+    assert "<t></t>red" in encode.tokenizer.decode(sample.input_ids.tolist())
+    assert learnt(sample, encode) == ["<t></t>red<|im_end|>" if empty is EmptyThoughts.train else "red<|im_end|>"]
+
+
 DAMAGED: dict[str, tuple[str, str]] = {
     "the thought in capitals": (CHATML.replace("m.reasoning }}", "m.reasoning | upper }}"), "shows no thoughts"),
     "the text cut": (CHATML.replace("{{ m.content }}", "{{ m.content[:30] }}"), "changes the text"),
