@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llava_fsdp.config import Metric, ParallelConfig
+from llava_fsdp.config import FULL_WEIGHT, Metric, ParallelConfig
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.train.events.held_out import validation, validation_answers
 from llava_fsdp.train.events.held_out.validation import LossSum, Validation, answer_row, line_of, row_of
@@ -17,9 +17,14 @@ from llava_fsdp.train.events.held_out.validation_answers import Answered, Answer
 from llava_fsdp.train.events.run_events import RunEvents
 
 
+def loss_sum(total: float, label_tokens: int) -> LossSum:
+    """Of label tokens that all have weight 1."""
+    return LossSum(total, label_tokens, label_tokens * FULL_WEIGHT)
+
+
 def test_a_loss_is_the_mean_over_all_label_tokens() -> None:
     """Not the mean of the sources' means; null where there is no label, or no number."""
-    losses = {"a": LossSum(6.0, 3), "b": LossSum(1.0, 4), "c": LossSum(0.0, 0)}
+    losses = {"a": loss_sum(6.0, 3), "b": loss_sum(1.0, 4), "c": loss_sum(0.0, 0)}
     row = row_of(7, losses, {"a": [1.0], "b": [], "c": [0.5, 0.0]}, 1.5)
     assert (row["step"], row["loss"], row["label_tokens"], row["seconds"]) == (7, 1.0, 7, 1.5)
     assert row["sources"] == {
@@ -28,7 +33,7 @@ def test_a_loss_is_the_mean_over_all_label_tokens() -> None:
         "c": {"loss": None, "label_tokens": 0, "score": 0.25, "questions": 2},
     }
     assert (row["score"], row["questions"]) == (0.5, 3)
-    none = row_of(7, {"a": LossSum(math.inf, 3), "b": LossSum(1.0, 4)}, {"a": [], "b": []}, 1.5)
+    none = row_of(7, {"a": loss_sum(math.inf, 3), "b": loss_sum(1.0, 4)}, {"a": [], "b": []}, 1.5)
     assert (none["loss"], none["sources"]["b"]["loss"], none["score"], none["questions"]) == (None, 0.25, None, 0)
 
 
@@ -60,7 +65,7 @@ def test_a_validation_that_is_owed_is_done_when_a_run_continues(step: int, done:
 
 
 def test_a_row_is_one_line() -> None:
-    losses = {"a": LossSum(6.0, 3), "b": LossSum(math.nan, 4000)}
+    losses = {"a": loss_sum(6.0, 3), "b": loss_sum(math.nan, 4000)}
     row = row_of(7, losses, {"a": [1.0, 0.5, 0.0], "b": [0.0]}, 1.25) | {"metric": Metric.exact.value}
     assert line_of(row) == (
         "validation after step 7: loss none of 4,003 label tokens (a 2.0000, b none), exact match 37.5% of 4 "
@@ -112,7 +117,7 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
         events=SimpleNamespace(after_validation=passed.append),
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
-    losses = [LossSum(6.0, 3), LossSum(1.0, 4)]
+    losses = [loss_sum(6.0, 3), loss_sum(1.0, 4)]
     Validation.report(held, losses, answers, 1.5)
     (row,) = passed
     assert [(own["source"], own["answer"]) for own in row["answers"]] == [("a", "answer 1"), ("b", "answer 2")]
@@ -137,7 +142,7 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
     steps = [
         SimpleNamespace(
             micro_batches=[None if own is None else torch.tensor(own) for own in each],
-            facts=SimpleNamespace(label_tokens=3 + number, skipped=[]),
+            facts=SimpleNamespace(label_tokens=3 + number, weight=(3 + number) * FULL_WEIGHT, skipped=[]),
         )
         for number, each in enumerate(of_micro)
     ]
@@ -153,7 +158,7 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
         ),
         state=SimpleNamespace(parallelism=SimpleNamespace(ranks_per_loss=2)),
     )  # fmt: skip
-    assert Validation.measure_losses(held) == [LossSum(7.0, 8), LossSum(5.0, 4)] and len(paused) == 3
+    assert Validation.measure_losses(held) == [loss_sum(7.0, 8), loss_sum(5.0, 4)] and len(paused) == 3
 
 
 @pytest.mark.parametrize(("ranks", "together"), [(1, 1), (3, 1), (4, 2), (6, 2)])

@@ -37,13 +37,13 @@ ORDER = [*QUICK, *sorted((PUBLISHED | OF_FAMILIES).keys() - {*QUICK})]
 REASONS = {
     "parallel calls": ("single tool-calls", "leaves a call of", "changes an argument of a call"),
     "thoughts of turns with calls and a text": ("both content and thinking",),
-    "a text beside calls": ("after their results", "leaves the text of an answer out"),
+    "a text beside calls": ("after their results", "leaves the text of an answer out", "behind another text"),
     "thoughts of answers without calls": ("does not show the thought",),
     "thoughts of turns with calls": ("does not show the thought",),
     "calls": ("leaves the tools out", "leaves a call of"),
     "a system turn": ("System role not supported",),
     "images in results": ("images and videos of a conversation",),
-    "answers after results": ("without the header", "behind another text"),
+    "answers after results": ("without the header",),
 }
 """{what a template cannot show: texts in the reasons for which a record with it is refused}."""
 CANNOT: dict[str, tuple[str, ...]] = {
