@@ -211,8 +211,8 @@ def whole_peers() -> str:
         f"losses agree within {report['equality']['first losses']:.0e}:\n\n"
         f"{table(head, lines, 'l' + 'r' * 2 * len(options))}\n\n"
         f"On `mixed`, the goal beside the Trainer of {goals['hf']}, and that beside the loop by hand of "
-        f"{goals['row']}. On `text`, this project's steps have a blank image, because the vision part trains: they "
-        f"take {report['blank_image']['median']:.2f} times the seconds of the same steps without it.\n\n"
+        f"{goals['row']}. In a step of `text` the vision part does not run. A rank without images beside one that has "
+        f"some runs it on a blank image: its steps take {report['blank_image']['median']:.2f} times the seconds.\n\n"
         f"{origin(path, report)}"
     )
 

@@ -1,4 +1,5 @@
-"""Before the first step, a language model whose tokens depend on later ones is refused."""
+"""Before the first step, a language model whose tokens depend on later ones is refused; and one whose tokens depend on
+padding answers each prompt alone."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ from small import make_config
 from tiers import slow_after
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
 
-from llava_fsdp.export.prove.check_causal import check_causal, what_is_seen
+from llava_fsdp.export.prove.check_causal import answers_alone, check_causal, padding_changes, what_is_seen
 from llava_fsdp.export.prove.small_copy import NoSmallCopy, shrink
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava.llava import Llava, build_llava
@@ -96,3 +98,22 @@ def test_a_small_copy_that_cannot_run_refuses_nothing(parts: Path, dataset: Path
     with pytest.raises(NoSmallCopy):
         what_is_seen(ConfigKey(shrink(model.parts.language, 2)))
     check_causal(model)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_attention_that_counts_padding(sparse: bool) -> None:
+    """MiniMax-M3 chooses blocks of keys by their places in the row."""
+    kinds = ["full_attention", "minimax_m3_sparse"] if sparse else ["full_attention"] * 2
+    config = AutoConfig.for_model("minimax_m3_vl", text_config={"num_hidden_layers": 2, "layer_types": kinds})
+    small = shrink(config.text_config, 2)
+    assert padding_changes(MiniMaxM3VLTextModel, ConfigKey(small)) is sparse
+
+
+@pytest.mark.parametrize("kind", slow_after(2, ["llama", "lfm2", "biogpt", "llama4_text", "qwen3_5_text", "doge"]))
+def test_padding_that_is_left_out_allows_batches(kind: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    assert not answers_alone(model_of(kind, parts, dataset, tmp_path).parts)
+
+
+def test_a_model_that_cannot_be_tried_answers_each_prompt_alone(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """No small copy is made of a Mamba, which has no heads."""
+    assert answers_alone(model_of("mamba", parts, dataset, tmp_path).parts)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from imagined import imagine, row
 
-from llava_fsdp.report.charts.downsample import Curve, History, Point
+from llava_fsdp.report.charts.downsample import Curve, Point, RunHistory
 from llava_fsdp.report.charts.html import inline_json, table
 from llava_fsdp.report.charts.svg import (
     Bar,
@@ -68,7 +68,7 @@ def test_missing_values_are_not_points() -> None:
 
 
 def test_a_history_adds_up() -> None:
-    dice, history = random.Random(0), History()
+    dice, history = random.Random(0), RunHistory()
     rows = [row(step, dice, ("a", "b")) for step in range(1, 1001)]
     for one in rows:
         history.add(one)
@@ -82,7 +82,7 @@ def test_a_history_adds_up() -> None:
 
 def test_lowest_loss_is_that_of_a_whole_window() -> None:
     """With the last of its steps; of fewer steps, their mean. A step weighs as its label tokens do."""
-    history = History(window=2)
+    history = RunHistory(window=2)
     seen = []
     for step, (loss, labels) in enumerate([(1.0, 1), (5.0, 1), (1.0, 3), (None, 9), (5.0, 1), (1.0, 1)], start=11):
         history.add({"step": step, "loss": loss, "label_tokens": labels, "skipped": loss is None})
@@ -91,11 +91,11 @@ def test_lowest_loss_is_that_of_a_whole_window() -> None:
         (1.0, (1.0, 11)), (3.0, (3.0, 12)), (2.0, (2.0, 13)), (2.0, (2.0, 13)), (2.0, (2.0, 13)), (3.0, (2.0, 13)),
     ]  # fmt: skip
     assert (history.skipped, history.skipped_steps, history.steps) == ([14], 1, 6)
-    assert History().lowest_loss is None and History().loss is None
+    assert RunHistory().lowest_loss is None and RunHistory().loss is None
 
 
 def test_means_are_of_the_second_half_and_the_largest_sources_first() -> None:
-    history = History(window=3)
+    history = RunHistory(window=3)
     for step in range(1, 6):
         sources = {"a": {"loss": float(step), "label_tokens": 2}, "b": {"loss": 1.0, "label_tokens": 3}}
         sources |= {"c": {"loss": 7.0, "label_tokens": 1}} if step < 3 else {}
@@ -112,10 +112,10 @@ def test_means_are_of_the_second_half_and_the_largest_sources_first() -> None:
                {"step": 1, "sources": {"a": 3}}, {"step": -1}, {"step": 1, "loss": 2.0, "tokens": "many"}],
 )  # fmt: skip
 def test_a_bad_row_is_refused_whole(broken: object) -> None:
-    history = History()
+    history = RunHistory()
     with pytest.raises(ValueError):
         history.add(broken)  # pyright: ignore[reportArgumentType]
-    assert history == History()
+    assert history == RunHistory()
 
 
 def test_a_hundred_thousand_steps_are_a_small_page(tmp_path: Path) -> None:

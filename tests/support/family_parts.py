@@ -118,7 +118,7 @@ class Family:
         return bool(self.video) or self.image[0] in WITHOUT_PIL or self.processor == "pixtral"
 
 
-WITHOUT_PIL = ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "perception_lm")
+WITHOUT_PIL = ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "minimax_m3_vl", "perception_lm")
 """Types whose only image processor is torchvision's."""
 
 Fields = dict[str, Any]
@@ -278,6 +278,7 @@ COHERE_TOKENS = {
 }  # fmt: skip
 OVIS = ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 LLAMA4 = ("<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+MINIMAX = ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
 LFM_TILES = tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5))
 CROP = {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}
 KIMI_TEXT = {

@@ -15,11 +15,13 @@ from family_parts import (
     IMAGE_INDEX,
     IMG,
     IMG_NAMES,
+    KEYS,
     KIMI_TEXT,
     LFM_TILES,
     LINEAR,
     LLAMA,
     LLAMA4,
+    MINIMAX,
     MISTRAL,
     OVIS,
     PADS,
@@ -180,6 +182,16 @@ FAMILIES: dict[str, Family] = {
         36, "projector_output_dim": 36}, **ids(image_token_index="<|patch|>")}, {"image_token": "<|image|>"},
         ("llama4", {"size": SQUARE, "max_patches": 4}), {"patch_size": PATCH, "pixel_shuffle_ratio": 0.5},
         more_tokens=LLAMA4, image_text="<|image|>"),
+    "minimax_m3_vl": Family("minimax_m3_vl", {"text_config": {**TEXT, "intermediate_size": 24, "num_local_experts": 6,
+        "num_experts_per_tok": 2, "dense_intermediate_size": 88, "shared_intermediate_size": 24, "layer_types":
+        ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": KEYS, "index_head_dim": HEAD, "index_block_size": 7, "index_topk_blocks": 2},
+        "vision_config": {**TOWER, "image_size": 4 * SIDE, "patch_size": PATCH, "num_channels": 3},
+        "projector_hidden_size": 50, **ids(image_token_index=MINIMAX[0], video_token_index=MINIMAX[1])},
+        {"image_token": MINIMAX[0]}, ("minimax_m3_vl", {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2,
+        "min_pixels": 4 * PATCH ** 2, "max_pixels": 64 * PATCH ** 2}), more_tokens=MINIMAX, image_text=MINIMAX[0],
+        video_text=MINIMAX[1], video="minimax_m3_vl", video_fields={"patch_size": PATCH, "min_pixels": 4 * PATCH ** 2,
+        "max_pixels": 64 * PATCH ** 2}),
 }
 # fmt: on
 """{name of a family: its row}."""

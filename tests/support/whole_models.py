@@ -34,7 +34,10 @@ LLAVA = ("llava", "llava_next", "llava_onevision")
 """Families that are trained as LLaVA, without transformers' processor."""
 WHOLE = tuple(name for name in CHAT if name not in LLAVA)
 """Families that are trained as a whole: by their class and processor."""
-PADDED = {"qwen3_5": "linear attention", "lfm2_vl": "convolutions", "llama4": "chunked attention"}
+PADDED = {
+    "qwen3_5": "linear attention", "lfm2_vl": "convolutions", "llama4": "chunked attention",
+    "minimax_m3_vl": "sparse attention",
+}  # fmt: skip
 """Families whose rows are padded, because their layers cannot keep the samples of a packed row apart: {name: why}."""
 SIZES = [(40, 28), (24, 56), (32, 32), (61, 17), (30, 30), (20, 20), (45, 90), (7, 9)]
 """(width, height) of the images that `write_images` writes."""

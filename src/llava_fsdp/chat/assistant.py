@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokens.constants import IMAGE_ID
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.export.prove.check_causal import answers_alone
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.write.formats import SourceModel
@@ -115,14 +117,21 @@ class Assistant:
         self.thoughts_cut: list[bool] = []
         self.text: AnswerText | None = None
 
+    @cached_property
+    def alone(self) -> bool:
+        """Whether each question is answered in a batch of its own, because padding would change its answer."""
+        return answers_alone(self.model.parts)
+
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Let the model answer several questions in one batch, with greedy decoding. With `blank`, all images are
-        replaced by images of the mean colour.
+        """Let the model answer several questions in one batch, with greedy decoding; one by one if padding would change
+        the answers. With `blank`, all images are replaced by images of the mean colour.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
+        if len(questions) > 1 and self.alone:
+            return [text for question in questions for text in self.answers([question], max_new_tokens, blank)]
         prompts: list[np.ndarray] = []
         all_images: list[LoadedImage] = []
         for question in questions:

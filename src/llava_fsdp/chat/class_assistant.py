@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from llava_fsdp.data.text.conversation import image_order
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.validation_prompts import lay_out_prompts
+from llava_fsdp.export.prove.check_causal import answers_alone
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.write.whole_folder import WholeSource
@@ -94,14 +96,21 @@ class ClassAssistant:
             shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
         )
 
+    @cached_property
+    def alone(self) -> bool:
+        """Whether each question is answered in a batch of its own, because padding would change its answer."""
+        return answers_alone(self.model.parts)
+
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Answer several questions in one batch, with greedy decoding. With `blank`, all images are replaced by
-        images of the mean colour.
+        """Answer several questions in one batch, with greedy decoding; one by one if padding would change the answers.
+        With `blank`, all images are replaced by images of the mean colour.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
+        if len(questions) > 1 and self.alone:
+            return [text for question in questions for text in self.answers([question], max_new_tokens, blank)]
         rows = []
         for question in questions:
             images = [self.load_image(path, question.where) for path in question.images]

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from transformers import AutoModel, PreTrainedModel
 
 from llava_fsdp.config import LossConfig, ModelConfig
 from llava_fsdp.model.architecture import Architecture
@@ -12,7 +13,9 @@ from llava_fsdp.model.loss import choose_loss, whole_loss
 from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.model.packed_attention.packs import packing_refused
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.weights.conversions import on_meta, whole_model_of
 from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.structure import base_of, language_of
 from llava_fsdp.model.whole.whole import build_whole
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -45,6 +48,14 @@ def build_architecture(
 def why_not_packed(parts: Parts) -> str | None:
     """Return why a model would mix the samples of a packed row; None if it keeps them apart."""
     return packing_refused(parts.language) if parts.class_config is None else packs(parts)
+
+
+def meta_language(parts: Parts) -> PreTrainedModel:
+    """Build the language model of a model, without output layer, on the meta device, as its class in transformers has
+    it. Raises ModelError if transformers cannot build it."""
+    if parts.class_config is None:
+        return on_meta(AutoModel, parts.language)
+    return language_of(base_of(whole_model_of(parts.class_config)).module)
 
 
 def copied_parts(model: Architecture) -> Parts:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_fsdp.report.charts.downsample import History
+from llava_fsdp.report.charts.downsample import RunHistory
 from llava_fsdp.report.charts.svg import short_text
 from llava_fsdp.report.run_reader import RunRecord, read_metrics, read_validations
 from llava_fsdp.runtime.errors import DataError
@@ -103,7 +103,7 @@ def results_of(run: RunRecord) -> Results:
 def read_results(folder: Path, window: int) -> Results:
     """Read the results of a training, which may be unfinished, from its output folder; empty if it has no readable
     metrics. `window`: number of steps over which the last and the lowest loss are averaged."""
-    run = RunRecord(folder, "", History(window))
+    run = RunRecord(folder, "", RunHistory(window))
     try:
         read_metrics(run)
         run.validations = read_validations(run)

@@ -19,7 +19,7 @@ import yaml
 
 from llava_fsdp.config.command_line.renamed import present_row, present_tree
 from llava_fsdp.config.command_line.tree import dotted
-from llava_fsdp.report.charts.downsample import WINDOW, History
+from llava_fsdp.report.charts.downsample import WINDOW, RunHistory
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.run_dir import is_known_free
@@ -53,7 +53,7 @@ class RunRecord:
 
     folder: Path
     name: str
-    history: History = field(default_factory=History)
+    history: RunHistory = field(default_factory=RunHistory)
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Each start of the run in order, with versions, device, command and so on (`run_info.py`)."""
     validations: list[dict[str, Any]] = field(default_factory=list)
@@ -123,7 +123,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
             f"{folder} is not the output_dir of a training: it has none of {', '.join(files)}; give such a folder, or "
             "that of a sweep"
         )
-    run = RunRecord(folder, name or name_of(folder), History(window))
+    run = RunRecord(folder, name or name_of(folder), RunHistory(window))
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thin_out(read_validations(run))

@@ -457,12 +457,15 @@ def scales_wide_values(plan: Plan) -> bool:
 def pictures_name(plan: Plan) -> str:
     """Return the name, without its number, of the folder of columns about images, which changes with the settings on
     which these columns depend."""
-    videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
-    sample_settings = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
+    cfg = plan.cfg
+    settings: list[object] = [cfg.examine.value, cfg.allow_links, scales_wide_values(plan)]
+    if plan.reader.sampling is not None:
+        settings.append(str(plan.reader.sampling))
     if plan.sized_by_records is not None:
-        sample_settings = "sizes of records", plan.reader.form
-    settings = plan.cfg.examine.value, plan.cfg.allow_links, scales_wide_values(plan)
-    return f"pictures-{short_digest(*settings, *videos, *sample_settings)}"
+        settings += ["sizes of records", plan.reader.form]
+    elif cfg.examine is Examine.sample:
+        settings += [cfg.examine_images, plan.opens_all]
+    return f"pictures-{short_digest(*settings)}"
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:

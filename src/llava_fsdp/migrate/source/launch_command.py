@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.source.shell import Command
+from llava_fsdp.migrate.source.shell import ShellCommand
 from llava_fsdp.migrate.source.trainers import LAUNCH_VARIABLES, PROGRAM_VARIABLES, Trainer, entry_of, trainer_of
 
 PYTHON = re.compile(r"python[\d.]*")
@@ -57,7 +57,7 @@ class TrainingCommand:
         return path.parts[-3:-1] == ("llava", "train") or any(OWN_FLAGS.fullmatch(word) for word in self.arguments)
 
 
-def find_launch(command: Command) -> TrainingCommand | None:
+def find_launch(command: ShellCommand) -> TrainingCommand | None:
     """Return a shell command as a training command; None if it starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
@@ -81,7 +81,7 @@ def find_launch(command: Command) -> TrainingCommand | None:
     return None
 
 
-def own_entry(command: Command, name: str, index: int) -> TrainingCommand:
+def own_entry(command: ShellCommand, name: str, index: int) -> TrainingCommand:
     """Return the training that a trainer's own command starts, such as `swift sft` at `index` of the words. TRL's
     starts `accelerate launch`; the others take torchrun's flags from environment variables."""
     words = command.words
@@ -113,7 +113,7 @@ def devices_and_notes(environment: dict[str, str]) -> tuple[str | None, tuple[st
     return environment.get("CUDA_VISIBLE_DEVICES"), (note,) if others else ()
 
 
-def split_launch(command: Command, launcher: str, words: list[str]) -> TrainingCommand | None:
+def split_launch(command: ShellCommand, launcher: str, words: list[str]) -> TrainingCommand | None:
     """Split `words` into the launcher's flags, the training program (the first word that is neither a flag nor a flag's
     value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}

@@ -38,7 +38,7 @@ ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """One simple command of a shell script, split into words."""
 
     words: list[str]
@@ -49,7 +49,7 @@ class Command:
     """Messages about parts of the line that only bash could evaluate; if there are any, `words` may be wrong."""
 
 
-def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
+def commands(text: str, given: Mapping[str, str], where: str) -> list[ShellCommand]:
     """Return all simple commands of a shell script, in order, without running any. Values of variables that
     the script assigns are inserted into the lines that follow.
 
@@ -64,7 +64,7 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
     text = text.replace("\r\n", "\n")
     variables = {"HOME": str(Path.home()), **given}
     exported: set[str] = set()
-    found_commands: list[Command] = []
+    found_commands: list[ShellCommand] = []
     start = 0
     while start < len(text):
         line_match = LINE.match(text, start)
@@ -90,7 +90,7 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
                 command = command[1:]
             if command and not declares:
                 environment = {name: variables[name] for name in variables if name in exported} | assigned
-                found_commands.append(Command(command, number, environment, tuple(problems)))
+                found_commands.append(ShellCommand(command, number, environment, tuple(problems)))
             elif problems:  # the values are not known
                 for name in assigned:
                     variables.pop(name, None)

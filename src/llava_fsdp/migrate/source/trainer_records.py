@@ -18,7 +18,7 @@ HUB_FOLDER = "the folder to which push_to_hub writes; check it on the dataset's 
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordFiles:
     """Files of records of a run; or, in `problem`, why they are not known or not read."""
 
     paths: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Records:
     note: str = ""
 
 
-def records_of(run: SourceRun, is_held_out: bool = False) -> Records:
+def records_of(run: SourceRun, is_held_out: bool = False) -> RecordFiles:
     """Return the records that a trainer's run trains on, or those of its validation."""
     if run.trainer is Trainer.swift:
         return swift_records(run, "val_dataset" if is_held_out else "dataset")
@@ -56,58 +56,58 @@ def hub_path(name: str, split: str, subset: str | None = None) -> str:
     return f"hf://datasets/{name}/{subset or 'data'}/{split}-*"
 
 
-def swift_records(run: SourceRun, flag: str) -> Records:
+def swift_records(run: SourceRun, flag: str) -> RecordFiles:
     """Return the records of --dataset or --val_dataset: paths or names, as `NAME:SUBSET#COUNT`."""
     found = []
     for name in run.words(flag):
         if "#" in name:
-            return Records(problem=f"{name}: a sample of {name.partition('#')[2]} records is not taken; write them "
+            return RecordFiles(problem=f"{name}: a sample of {name.partition('#')[2]} records is not taken; write them "
                            "into a file of their own")  # fmt: skip
         if PurePosixPath(name).suffix in READ:
             found.append(name)
         elif is_local(name) and ":" not in name:
-            return Records(problem=f"{name}: give files of records, .json, .jsonl or .parquet, as data.path")
+            return RecordFiles(problem=f"{name}: give files of records, .json, .jsonl or .parquet, as data.path")
         elif run.trainer_value("use_hf") or "USE_HF" in run.launch.flags:
             plain, _, subset = name.partition(":")
             found.append(hub_path(plain, "train", subset or None))
         else:
             elsewhere = hub_path(name.partition(":")[0], "train")
-            return Records(problem=f"{name} is a name of ModelScope: download it and give data.path=FILE, or "
+            return RecordFiles(problem=f"{name} is a name of ModelScope: download it and give data.path=FILE, or "
                            f"data.path='{elsewhere}' if Hugging Face has it")  # fmt: skip
-    return Records(tuple(found), note=HUB_FOLDER if any(path.startswith("hf:") for path in found) else "")
+    return RecordFiles(tuple(found), note=HUB_FOLDER if any(path.startswith("hf:") for path in found) else "")
 
 
-def trl_records(run: SourceRun, is_held_out: bool) -> Records:
+def trl_records(run: SourceRun, is_held_out: bool) -> RecordFiles:
     """Return the records of --dataset_name: a folder, or a split of a dataset on Hugging Face's hub."""
     name = run.trainer_value("dataset_name")
     if not name:
-        return Records()
+        return RecordFiles()
     split = str(run.trainer_value("dataset_test_split" if is_held_out else "dataset_train_split"))
     if not re.fullmatch(r"[\w.-]+", split):
-        return Records(problem=f"the split {split} is a part of the records: write them into a file of their own")
+        return RecordFiles(problem=f"the split {split} is a part of the records: write them into a file of their own")
     if is_local(str(name)):
         if is_held_out:
-            return Records(problem=f"give val.path=FILE: which files of {name} are its split {split} is not known")
-        return Records((str(name),))
+            return RecordFiles(problem=f"give val.path=FILE: which files of {name} are its split {split} is not known")
+        return RecordFiles((str(name),))
     subset = run.trainer_value("dataset_config")
-    return Records((hub_path(str(name), split, str(subset) if subset else None),), note=HUB_FOLDER)
+    return RecordFiles((hub_path(str(name), split, str(subset) if subset else None),), note=HUB_FOLDER)
 
 
-def factory_records(run: SourceRun, flag: str) -> Records:
+def factory_records(run: SourceRun, flag: str) -> RecordFiles:
     """Return the records of --dataset or --eval_dataset: names in dataset_info.json, separated by commas."""
     names = [name.strip() for word in run.words(flag) for name in word.split(",") if name.strip()]
     if not names:
-        return Records()
+        return RecordFiles()
     if run.datasets is None:
-        return Records(problem=f"{DATASET_INFO} was not found: give it as another PATH")
+        return RecordFiles(problem=f"{DATASET_INFO} was not found: give it as another PATH")
     folder = str(run.trainer_value("dataset_dir"))
     paths, columns = [], set()
     for name in names:
         own = {key[len(name) + 1 :]: value for key, value in run.datasets.values.items() if key.startswith(f"{name}.")}
         if not own:
-            return Records(problem=f"{run.datasets.name} has no {name}")
+            return RecordFiles(problem=f"{run.datasets.name} has no {name}")
         if problem := unread(own):
-            return Records(problem=f"{name}: {problem}")
+            return RecordFiles(problem=f"{name}: {problem}")
         if hub := own.get("hf_hub_url"):
             subset = own.get("subset")
             paths.append(hub_path(str(hub), str(own.get("split", "train")), str(subset) if subset else None))
@@ -116,9 +116,9 @@ def factory_records(run: SourceRun, flag: str) -> Records:
         columns.add(own.get("columns.images"))
     others = {str(column) for column in columns if column} - {"image", "images"}
     if len(others) > 1:
-        return Records(problem=f"images are in the keys {', '.join(sorted(others))}; data.image_column names one")
+        return RecordFiles(problem=f"images are in the keys {', '.join(sorted(others))}; data.image_column names one")
     is_hub = any(path.startswith("hf:") for path in paths)
-    return Records(tuple(paths), image_column=next(iter(others), None), note=HUB_FOLDER if is_hub else "")
+    return RecordFiles(tuple(paths), image_column=next(iter(others), None), note=HUB_FOLDER if is_hub else "")
 
 
 def unread(dataset: Mapping[str, object]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from llava_fsdp.migrate.source.source_run import SourceRun
-from llava_fsdp.migrate.source.trainer_records import Records, image_folder, records_of
+from llava_fsdp.migrate.source.trainer_records import RecordFiles, image_folder, records_of
 from llava_fsdp.migrate.source.trainers import Trainer
 
 FREEZES: Mapping[Trainer, Mapping[str, str]] = {
@@ -104,7 +104,7 @@ def records(run: SourceRun) -> dict[str, object]:
     return found
 
 
-def paths(files: Records, group: str) -> dict[str, object]:
+def paths(files: RecordFiles, group: str) -> dict[str, object]:
     """Return the overrides of records in the configuration's group `data` or `val`; empty if they are not known."""
     if files.problem or not files.paths:
         return {}

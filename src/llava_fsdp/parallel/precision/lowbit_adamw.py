@@ -103,7 +103,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
         stored = [StoredMoment(state, name, self.conversions) for name in MOMENTS]
-        place = (local_rows(parameter)[0], *(local_columns(parameter) or ()))
+        place = [local_rows(parameter)[0], *(local_columns(parameter) or ())]
         generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *place))
         steps = torch.full((), float(step), device=weights.device)
         for rows in row_chunks(weights):

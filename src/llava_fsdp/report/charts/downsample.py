@@ -97,7 +97,7 @@ SUMS = (
 
 
 @dataclass
-class History:
+class RunHistory:
     """The metrics of a run: curves over its steps, and sums."""
 
     window: int = WINDOW

@@ -36,8 +36,15 @@ def watch(label: str, chunks: int) -> Iterator[Advance]:
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=TextConsole(on_stderr=True), transient=True) as progress:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=TextConsole(on_stderr=True),
+        transient=True,
+    ) as progress:
         task = progress.add_task(label, total=chunks)
         yield lambda count: progress.advance(task, count)
 
@@ -80,8 +87,13 @@ class StageLine:
     def __enter__(self) -> Self:
         """Show the line, if there is a terminal, and let log messages appear above it."""
         if sys.stderr.isatty():
-            columns = TextColumn("{task.description}"), TextColumn("{task.fields[count]}"), TimeElapsedColumn()
-            self.progress = Progress(*columns, console=TextConsole(on_stderr=True), transient=True)
+            self.progress = Progress(
+                TextColumn("{task.description}"),
+                TextColumn("{task.fields[count]}"),
+                TimeElapsedColumn(),
+                console=TextConsole(on_stderr=True),
+                transient=True,
+            )
             self.task = self.progress.add_task(self.work, total=None, count="")
             self.progress.start()
             # rich has put an object into sys.stderr that prints above the line; messages go there, too

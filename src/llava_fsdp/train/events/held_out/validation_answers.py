@@ -14,9 +14,10 @@ from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
+from llava_fsdp.export.prove.check_causal import answers_alone
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.generation import Prompt, Sampling, write_answers
-from llava_fsdp.parallel.ranks.consensus import any_rank, rank_and_size
+from llava_fsdp.parallel.ranks.consensus import any_rank, on_first_rank, rank_and_size
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.runtime.errors import ImageError
@@ -55,7 +56,7 @@ class AnswerGenerator:
         pause: Callable[[], None],
         metric: AnswerMetric | None = None,
     ):
-        """Create the generator.
+        """Create the generator. Collective.
 
         Args:
             model: the sharded model in training, or this rank's stages of it.
@@ -76,15 +77,21 @@ class AnswerGenerator:
         self.stop = self.loader.steps.encoder.template.stop
         folders = [model.parts.language_folder]
         self.stops = find_stops(self.tokenizer, self.stop, self.language.eos_token_id, folders)
+        several = bool(self.questions) and cfg.val.batch_size > 1
+        self.alone = several and on_first_rank(lambda: answers_alone(model.parts), "cannot try padded prompts")
+        """Whether each question is answered in a batch of its own, because padding would change its answer."""
 
     @property
     def rows(self) -> int:
         """Number of questions that a rank answers at once: at most `val.batch_size`, at least one, and so few that
-        questions and answers have at most half as many tokens as one rank processes at once in training.
+        questions and answers have at most half as many tokens as one rank processes at once in training; one if padding
+        would change the answers.
 
         Half, because the key-value cache of a token takes up to twice the memory that training keeps of a token for the
         backward pass of a block.
         """
+        if self.alone:
+            return 1
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.rank_tokens // 2 // longest))
 
