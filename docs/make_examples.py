@@ -31,10 +31,11 @@ WHAT = {
     "killed": "`examples/killed.sh` trains to the end, trains the same again and kills one rank with SIGKILL, then "
     "continues that run on three ranks instead of two.",
 }
-LINES = {"train": 6, "sweep": 1}
+LINES = {"train": 4, "sweep": 1}
 """Last lines that are shown of an output, by command, of others 9; of the first output of the page all are."""
 PROGRESS = re.compile(r"(?:job \d+: )?(?:step \d+/\d+ |questions: \d+ of \d+)")
 """A line that only tells how far a command has come."""
+WARNING = re.compile(r"Warning: |warnings\.warn\(")
 COMPARED = re.compile(r"export: |merged weights differ ")
 """A line of what an export compares, which the first training of the page shows."""
 FIRST = re.compile(r"step \d+/|continuing after step ")
@@ -65,7 +66,8 @@ def section(result: Result) -> str:
 
 
 def thinned(output: list[str]) -> list[str]:
-    """An output with only the first and the last of neighbouring lines of progress."""
+    """An output with only the first and the last of neighbouring lines of progress, without warnings of libraries."""
+    output = [line for line in output if not WARNING.search(line)]
     told = [bool(PROGRESS.match(line)) for line in output]
     lines: list[str] = []
     for place, line in enumerate(output):
@@ -134,15 +136,20 @@ def lora(result: Result) -> list[str]:
 
 
 def real(result: Result) -> list[str]:
-    """The runs, and if several seeds were tried (results named real, real-1, ...) the accuracies of every source."""
-    rows = []
+    """The runs, and if several seeds were tried (results named real, real-1, ...) the accuracies of every source. A
+    model that has only learnt captions has no row."""
+    rows, guesses = [], {}
     for path in sorted(RESULTS.glob("real*.json"), key=lambda path: path.stem):
         for command in json.loads(path.read_text())["commands"]:
-            if command["words"][1] == "evaluate":
-                scored = filter(None, map(SCORE.match, command["output"]))
-                rows += [[path.stem, code(command["words"][2].rpartition("/")[2]), *found.groups()] for found in scored]
-    head = ("result", "model of", "source", "questions", "accuracy", "with blank images", "best blind guess")
-    return [runs_table(result), table(head, rows, "lllrrrr") if len({row[0] for row in rows}) > 1 else ""]
+            model = command["words"][2].rpartition("/")[2]
+            if command["words"][1] == "evaluate" and model != "pretrain":
+                scored = [found.groups() for found in map(SCORE.match, command["output"]) if found]
+                guesses |= {source: guess for source, *_, guess in scored}
+                rows.append([path.stem, code(model), *(f"{own} ({blank})" for _, _, own, blank, _ in scored)])
+    told = ", ".join(f"{guess} of {source}" for source, guess in guesses.items())
+    head = ("result", "model of", *(f"accuracy of {source} (with blank images)" for source in guesses))
+    several = [table(head, rows), f"Best blind guess: {told}."] if len({row[0] for row in rows}) > 1 else []
+    return [runs_table(result), *several]
 
 
 def sweep(result: Result) -> list[str]:

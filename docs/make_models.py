@@ -65,23 +65,28 @@ def read_reports(paths: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def videos_of(name: str) -> dict[str, str]:
-    """Return what the column of videos says of a family without videos, or whose are refused; empty for others."""
+    """Return what is said of the videos of a family without videos, or whose are refused; empty for others."""
     if not FAMILIES[name].video:
-        return {"videos": ""}
+        return {"videos": "takes none"}
     return {"videos": f"refused: {REFUSED_VIDEOS[name]}"} if name in REFUSED_VIDEOS else {}
+
+
+def result_of(cells: dict[str, str]) -> str:
+    """Return what the comparisons of a family found, in words."""
+    others = [f"{column} ({cell})" for column, cell in cells.items() if cell != "equal"]
+    return f"all but {'; '.join(others)}" if others else "all"
 
 
 def block() -> str:
     """The table: a row for all families of which the same was found."""
     found = json.loads(FOUND.read_text())
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in WHOLE:
         rows = f"padded: {PADDED[name]}" if name in PADDED else "packed"
-        groups.setdefault((rows, *((found[name] | videos_of(name))[column] for column in NAMES)), []).append(name)
+        groups.setdefault((rows, result_of(found[name] | videos_of(name))), []).append(name)
     lines = [(", ".join(TYPES.get(name) or code(name) for name in names), *cells) for cells, names in groups.items()]
-    why = "refused: its processor takes no conversation"
-    lines += [(code(name), why, *[""] * len(NAMES)) for name in NO_CHAT]
-    return table(["type of the model", "rows", *NAMES], lines)
+    lines.append((", ".join(map(code, NO_CHAT)), "refused: its processor takes no conversation", ""))
+    return table(["type of the model", "rows", "equal"], lines)
 
 
 def page() -> str:

@@ -33,9 +33,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -
     Args:
         align: a letter a column, `l` or `r`; columns beyond it are left-aligned.
     """
-    marks_of = ["---:" if align[place : place + 1] == "r" else "---" for place in range(len(head))]
-    lines = [list(head), marks_of, *map(list, rows)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    columns = "|".join("---:" if align[place : place + 1] == "r" else "---" for place in range(len(head)))
+    first, *others = (f"|{'|'.join(cells)}|" for cells in [head, *rows])
+    return "\n".join([first, f"|{columns}|", *others])
 
 
 def code(text: str) -> str:

@@ -6,6 +6,7 @@ from whole_models import WHOLE
 REFUSED_VIDEOS = {
     "internvl": "its processor joins no videos of unlike lengths",
     "perception_lm": "its processor joins no videos of unlike lengths",
+    "minimax_m3_vl": "its processor enlarges no frame to whole patches",
     "kimi_k25": "transformers' class expects one feature for each frame, and makes one of four frames",
 }
 """Families whose videos are refused: {name: why}."""

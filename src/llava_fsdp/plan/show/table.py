@@ -34,13 +34,16 @@ def show_plan(
     machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
     console.print(
-        f"{planner.cfg.model.name}, stage={planner.cfg.stage.name}: {planner.trainable:,} parameters train, on "
+        f"{planner.cfg.model.checkpoint or planner.cfg.model.name}, stage={planner.cfg.stage.name}: "
+        f"{planner.trainable:,} parameters train, on "
         f"{world_size} x {machine.name} of {gigabytes(machine.memory)} GB, {gigabytes(rows[0].usable)} GB for tensors"
     )
+    # without tiles, as in whole models, each image token counts as one
+    tiles = f"{samples.tiles:.2f} image tiles, " if samples.tile_tokens != 1 else ""
     console.print(
         f"a checkpoint: {gigabytes(checkpoint_bytes(planner.whole_weights, planner.cfg.precision))} GB; "
-        f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them image tokens, {samples.tiles:.2f} "
-        f"image tiles, {samples.labels:.0f} label tokens "
+        f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them image tokens, {tiles}"
+        f"{samples.labels:.0f} label tokens "
         f"({samples.source}); a step: {planner.cfg.global_batch_size} samples"
     )
     fitting = [row for row in rows if row.fits]
