@@ -1,5 +1,5 @@
-"""The best blind guess: the accuracy of somebody who sees a benchmark's questions, knows how often each answer is
-right, and never sees an image. A model whose accuracy is no higher may not use its images at all."""
+"""Compute the best accuracy that answers without any image can reach: each question gets the answer that is right most
+often among the questions of the same text. A model whose accuracy is no higher may not use its images at all."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,8 @@ NORMALIZE: Mapping[Task, Callable[[str], str]] = MappingProxyType({
     Task.multiple_choice: lambda text: text,
     Task.yes_no: lambda text: text,
 })  # fmt: skip
-"""For each task, makes answers equal which its score does not tell apart."""
+"""Task -> function that changes an answer's text. Two answers that the task's score does not distinguish become the
+same text."""
 
 
 def text_of(question: BenchmarkQuestion) -> tuple[str | None, str]:
@@ -31,12 +32,12 @@ def count_texts(questions: Sequence[BenchmarkQuestion]) -> int:
 
 
 def guesses_of(task: Task, questions: Sequence[BenchmarkQuestion]) -> list[str]:
-    """Return, for each question, the answer that is most often right for the questions of the same text, all of which
-    must have right answers.
+    """Return, for each question, the answer that is right most often among the questions of the same text. All
+    questions must have right answers.
 
-    Every right answer of a question counts with its score for that question, so that of ten people's answers those
-    count more on which people agree; an only right answer counts 1. Answers that the score does not tell apart are
-    counted together. If several answers are right equally often, the first in the order of the questions is taken.
+    A right answer of a question counts as much as it scores there: 1 if it is the only one; if ten people have
+    answered, more if more of them agree. Answers that the score does not distinguish are counted together. If several
+    answers are right equally often, the first in the order of the questions is taken.
     """
     normalize = NORMALIZE[task]
     counts: dict[tuple[str | None, str], Counter[str]] = {}

@@ -90,14 +90,15 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def conversations_of(cfg: DataConfig) -> str | dict[str, str] | None:
+    """Return the paths of the records that questions are taken from: by name of the data source, or one text."""
     return {name: source.path for name, source in cfg.sources.items()} or cfg.path
 
 
 def put_comparisons(
     result: dict[str, Any], task: Task, questions: list[BenchmarkQuestion], blank_answers: list[str] | None
 ) -> None:
-    """Add to a model's scores, in place, what its accuracy is to be compared with: its accuracy with blank images, if
-    it was asked with them, and that of the best blind guess, each of all questions and of every group."""
+    """Add to a model's scores, in place, two accuracies to compare its own with: that of its answers to blank images,
+    if it was asked with them, and that of the best blind guess. Both are of all questions and of every group."""
     if blank_answers is not None:
         blank = score_all(task, questions, blank_answers)
         of_groups = {

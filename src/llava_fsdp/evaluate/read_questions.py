@@ -78,8 +78,9 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return the first question of every conversation in the dataset; its answer there is the right answer. Data
-    sources take turns, so that `limit` leaves as many questions of each, and each is a group of questions.
+    """Return the first question of every conversation in the dataset; its answer there is the right answer. The
+    questions of several data sources alternate, so that `limit` leaves equally many of each. The questions of a source
+    are a group, which is scored separately.
 
     Raises:
         DataError: a data source has no records, or a record does not begin with a question and its answer.

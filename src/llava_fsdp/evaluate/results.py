@@ -34,6 +34,8 @@ def mean_of(accuracy: Callable[[str, Sequence[str]], float]) -> Score:
 
 
 def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
+    """Return the scores of answers to multiple-choice questions. `invalid` is the number of answers that name no
+    choice."""
     chosen_letters = [
         scoring.named_choice(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)
     ]
@@ -42,6 +44,7 @@ def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
 
 
 def score_yes(questions: Questions, answers: Sequence[str]) -> Numbers:
+    """Return the scores of answers to yes-no questions, as POPE computes them."""
     says_yes = [scoring.says_yes(text) for text in answers]
     return scoring.score_yes_no(says_yes, [q.references[0] == "yes" for q in questions])
 
@@ -56,6 +59,8 @@ SCORES: dict[Task, Score] = {
 
 
 def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str], ...]:
+    """Return the groups of a question, by (kind, name). Multiple-choice questions are also grouped by whether they have
+    an image."""
     if task is not Task.multiple_choice:
         return question.groups
     return (*question.groups, ("picture", "with" if question.images else "without"))

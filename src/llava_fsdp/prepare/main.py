@@ -42,9 +42,12 @@ MOST_FILES = 20
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Examine and index the dataset (and the validation set), then write and print a report. Bad samples are reported
-    and raise no error, unless no sample is left to train on: that is a DataError. With `cfg.verify`, only check that
-    the existing indexes match the files of the dataset."""
+    """Examine and index the dataset and the validation set, if there is one. Write and print a report about each. With
+    `cfg.verify`, only check that the existing indexes match the files of the datasets.
+
+    Raises:
+        DataError: no record of a dataset is left to train on. Other bad records are reported without an error.
+    """
     draw_shapes(cfg.data)
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
@@ -101,7 +104,8 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource]) -> None:
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource], folder: Path) -> dict[str, Any]:
-    """Examine and index a dataset, write a report about its samples to `folder`, and return it."""
+    """Examine and index a dataset, write a report about its samples to `folder`, and return it. `encoding` has what
+    makes token ids and images of records."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)

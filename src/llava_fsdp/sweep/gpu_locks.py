@@ -19,6 +19,7 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.visible_devices import visible_gpus
 from llava_fsdp.runtime.text.log import log
 
+# A line of `nvidia-smi -L`: a GPU, or a MIG instance of the GPU above it; and its UUID.
 GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
 WAIT_SECONDS = 1.0
 SMI_SECONDS = 20
@@ -93,7 +94,8 @@ def locking_devices(
 
     Args:
         name: name of the training, for log messages.
-        stop_level: function that returns whether the user stops the sweep: 0 means go on. Above 0, waiting ends.
+        stop_level: function that returns 0 while the sweep goes on, and more once the user has asked to stop it. Then
+            waiting ends.
 
     Yields:
         The locked devices, and the file descriptors of their locks; both empty if waiting ended, or if `devices` is
@@ -102,14 +104,14 @@ def locking_devices(
     if not devices:
         yield [], []
         return
-    folder, is_first = lock_folder(), True
+    folder, has_logged = lock_folder(), False
     while True:
         locked = lock_free_devices(devices, count, folder)
         if locked or stop_level():
             break
-        if is_first:
+        if not has_logged:
             log().info("%s: waits until %d of %d GPUs are free of other jobs", name, count, len(devices))
-            is_first = False
+            has_logged = True
         time.sleep(WAIT_SECONDS)
     try:
         yield [device for device, _ in locked], [handle for _, handle in locked]

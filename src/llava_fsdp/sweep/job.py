@@ -150,9 +150,13 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record in `job` why it did not finish, and its results so far if it took a step in the current start of the
-    sweep. While the sweep stops (`is_stopping`), a job that had not begun, or that ended with exit code 1 (a bug, or
-    killed before it recorded another one), is recorded as stopped: it continues when the sweep is started again."""
+    """Record in `job` why it did not finish; also its results so far, if it took a step in the current start of the
+    sweep.
+
+    While the sweep stops (`is_stopping`), two kinds of jobs are recorded as stopped, so that they continue when the
+    sweep is started again: those that had not begun, and those that ended with exit code 1, as they do if they are
+    killed before they record an exit code.
+    """
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
         code, job.reason = ExitCode.STOPPED, "stopped before it began"
@@ -196,7 +200,7 @@ def report_end(job: Job) -> None:
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
     """Raise ConfigError if a job cannot have this configuration, for example because it names several machines. A
-    single training, no sweep, may set output_dir."""
+    single training (`is_sweep` is false) may set output_dir."""
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(

@@ -94,6 +94,7 @@ def print_results(jobs: Sequence[Job]) -> None:
 
 
 def status(job: Job, is_best: bool = False) -> str:
+    """Return how a job ended, in words."""
     if job.is_done:
         return "done, best" if is_best else "done"
     return "stopped" if job.exit_code == ExitCode.STOPPED else f"failed ({job.status})"

@@ -41,6 +41,7 @@ class StopRequest:
         """(host, process id) of the process that runs Hydra."""
 
     def is_main(self) -> bool:
+        """Return whether this is the process that runs Hydra."""
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
@@ -55,13 +56,14 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """Return 0 (go on), `SAVE` or `NOW`. It is `SAVE` without a request, too, if the process that runs Hydra has
-        ended."""
+        """Return the level of the request: 0 (go on), `SAVE` or `NOW`. Without a request it is `SAVE` if the process
+        that runs Hydra has ended."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
 
     def raise_to(self, level: int) -> None:
+        """Write a level to the stop file, unless the request has it already, or a higher one."""
         if self.level() < level:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, str(level).encode())

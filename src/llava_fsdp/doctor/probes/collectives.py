@@ -35,7 +35,8 @@ HANGS = {
     "passed": ("waits in a large all_reduce", MORE, LOOPBACK),
     "measured": ("does not end", MORE, LOOPBACK),
 }
-"""Last stage that a rank has reached -> (where it hangs, advice on GPUs, advice on the CPU)."""
+"""Last stage that a rank has reached -> (what it does when it hangs there, advice for GPUs, advice for the CPU; empty:
+the advice for GPUs)."""
 
 ERROR_LINE = re.compile(r"(?i)^(?!frame #).*\b\w*(error|exception)\b.*:")
 """A line that names an error, but no frame of a C++ stack."""

@@ -53,8 +53,13 @@ def read_shared() -> tuple[int, int]:
 
 
 def judge_shared(total: int, free: int, needed: int, several_gpus: bool) -> Iterator[Finding]:
-    """Check that there is enough shared memory (/dev/shm): `needed` bytes for the locks of the processes that prepare
-    data, and room for NCCL's buffers between several GPUs."""
+    """Check that there is enough shared memory (/dev/shm).
+
+    Args:
+        total, free: its bytes.
+        needed: bytes that the processes that prepare data take there.
+        several_gpus: whether this machine has several GPUs, between which NCCL may have buffers there.
+    """
     result = f"/dev/shm of {readable(total)}, {readable(free)} free"
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if needed > free:

@@ -34,6 +34,7 @@ def version_of(package: str) -> str | None:
 
 
 def judge_python(version: tuple[int, int, int]) -> Iterator[Finding]:
+    """Check that the Python version is one that this package supports."""
     result = ".".join(map(str, version))
     if OLDEST <= version[:2] <= NEWEST:
         yield ok("Python", f"{result}, {sys.executable}")
@@ -69,6 +70,7 @@ def judge_packages(declared: list[str], version_of: Callable[[str], str | None])
 
 
 def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """List which packages of the extras are installed, and which are not."""
     versions = {name: version_of(name) for name in OPTIONAL}
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     missing = ", ".join(name for name, version in versions.items() if version is None)

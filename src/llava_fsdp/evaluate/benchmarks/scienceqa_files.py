@@ -43,8 +43,8 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return questions with the right answers, numbers of choices and groups (subject, grade) from problems.json
-    (`path`, or in that folder). A question's id is its key in that file.
+    """Return questions with the right answers, numbers of choices and groups (subject, grade) from problems.json. A
+    question's id is its key in that file. `path` is the file, or the folder that it is in.
 
     Raises:
         DataError: a question is not in the file, or its entry has the wrong form.
@@ -55,6 +55,8 @@ def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[Be
 
 
 def with_answer(question: BenchmarkQuestion, problem: object, where: str) -> BenchmarkQuestion:
+    """Return a question with the right answer, number of choices and groups from its entry `problem` of problems.json.
+    Raise DataError, whose message begins with `where`, if the entry is missing or has the wrong form."""
     if not isinstance(problem, dict) or not {"choices", "answer"} <= set(problem):
         raise DataError(f"{where} is {shown(problem)}; it must have choices and answer")
     choices = count_choices(problem["choices"], where)

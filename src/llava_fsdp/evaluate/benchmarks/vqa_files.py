@@ -76,6 +76,7 @@ def annotation_rows(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path: Path) -> dict[str, Any]:
+    """Return a question's annotation `row`. Raise DataError if it is None: the annotations file `path` lacks it."""
     if row is None:
         raise DataError(
             f"{question.where}: annotations={path} has no such question with the id {question.id}; are they of the "

@@ -96,8 +96,9 @@ def lora_enable(context: RuleContext, value: object) -> Translation:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """Return a rule for an optimizer flag: it becomes the override `key`, or nothing if DeepSpeed's configuration sets
-    another value, which then counts. `note` is printed if DeepSpeed's configuration has an `optimizer` entry."""
+    """Return a rule for an optimizer flag, which becomes the override `key`. If DeepSpeed's configuration sets another
+    value, that value counts, and the flag has no effect. `note` is added to the rule's text if DeepSpeed's
+    configuration has an `optimizer` entry and the flag's value is not 0."""
 
     def rule(context: RuleContext, value: object) -> Translation:
         text = context.tell(key)
@@ -166,6 +167,7 @@ def fsdp(context: RuleContext, value: object) -> Translation:
 
 
 def save_strategy(context: RuleContext, value: object) -> Translation:
+    """Rule for --save_strategy: `no`, `steps` or `epoch`."""
     if value == "epoch":
         return unsupported(f"{context.tell('checkpoint.every')}: give the steps of an epoch, checkpoint.every=N")
     return mapped(context.tell("checkpoint.every"))

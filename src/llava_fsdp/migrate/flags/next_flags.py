@@ -27,8 +27,8 @@ VIDEO = no_effect("only for videos, which are read with data.image_aspect_ratio=
 
 
 def is_next(flags: Mapping[str, object]) -> bool:
-    """Return whether the flags of a command are for LLaVA-NeXT's program: one of them, or a way to cut images into
-    tiles, is not LLaVA's."""
+    """Return whether the flags of a command are for LLaVA-NeXT's program: at least one is a flag that LLaVA's program
+    lacks, or `image_aspect_ratio` has a value that only LLaVA-NeXT knows."""
     aspect = str(flags.get("image_aspect_ratio", ""))
     return bool(NEXT_ALONE.keys() & flags.keys()) or aspect.startswith(("anyres", "highres", "crop_split"))
 
@@ -68,9 +68,8 @@ def grid(context: RuleContext, value: object) -> Translation:
 
 
 def tunable(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_tunable_parts, the parts of the model that train. `value` is not used: `context.run.tunable` is the
-    value as a list, or None without the flag. `context.tell(KEY)` returns the text `KEY=VALUE` of an override, and
-    notes that the flag's row mentions this override."""
+    """Rule for --mm_tunable_parts, the parts of the model that train. `context.run.tunable` has them as a list; None
+    without the flag."""
     if context.run.tunable is None:  # other flags, such as tune_mm_mlp_adapter, say what trains
         return implied("by the other flags")
     text = context.tell("model.train")
@@ -88,18 +87,21 @@ def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
 
 
 def vision_lr(context: RuleContext, value: object) -> Translation:
+    """Rule for --mm_vision_tower_lr, the learning rate of the vision tower."""
     if value is None:
         return implied("the rate of all other parts")
     return IfDecided("optim.vision_lr", no_effect("the vision tower is not trained"))(context, value)
 
 
 def prompt(context: RuleContext, value: object) -> Translation:
+    """Rule for --version, the template of the conversations, which has more values than in LLaVA."""
     if value in ("qwen_1_5", "qwen_2"):
         return mapped(f"{context.tell('data.template')}: the prompts that Qwen's own chat template makes")
     return rules.version(context, value)
 
 
 def video_folder(context: RuleContext, value: object) -> Translation:
+    """Rule for --video_folder, the folder to which paths of videos in the records are relative."""
     if not value or value == context.run.trainer_value("image_folder"):
         return implied("videos are looked for below data.images")
     return unsupported("videos are looked for below data.images: give a folder with both, and their paths in it")

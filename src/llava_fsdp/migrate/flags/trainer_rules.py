@@ -27,7 +27,6 @@ PACKED = (
     "a step there is a number of packed rows, here of samples: give global_batch_size=ROWS*SAMPLES_IN_A_ROW. Rows here "
     "are packed by pack=auto"
 )
-QUANTIZED = "for LLaVA, LLaVA-NeXT, LLaVA-OneVision and InternVL; other whole models are not quantized"
 CODE = implied("transformers' own class is trained; code of the checkpoint is never run")
 ATTENTION = implied("attention is PyTorch's own")
 EVALUATION = no_effect("only for validation, which has keys of its own here: val.batch_size")
@@ -112,17 +111,19 @@ def quantized(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
-        return mapped(f"{context.tell('model.quantize.mode')}: {QUANTIZED}")
-    return unsupported("quantized are the weights under adapters, to 4 or 8 bits by bitsandbytes")
+        return mapped(f"{context.tell('model.quantize.mode')}: in the language model's blocks")
+    return unsupported("only weights under adapters are quantized, to 4 or 8 bits by bitsandbytes")
 
 
 def timeout(context: RuleContext, value: object) -> Translation:
+    """Rule for --ddp_timeout, the seconds that a collective waits. Some trainers set years by default."""
     if "comm.timeout" in context.decided:
         return mapped(context.tell("comm.timeout"))
-    return implied("so long that it stands for none; comm.timeout stays at half an hour, and no rank waits for data")
+    return implied("so long that it means no limit; comm.timeout stays at half an hour")
 
 
 def warmup_steps(context: RuleContext, value: object) -> Translation:
+    """Rule for --warmup_steps: a number of steps, or below 1 a share of all steps, as in transformers 5."""
     if not value:
         return implied("by --warmup_ratio, or none")
     key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
@@ -151,6 +152,7 @@ def lora(key: str) -> IfDecided:
 
 
 def epochs(context: RuleContext, value: object) -> Translation:
+    """Rule for --num_train_epochs, which may be a fraction in transformers."""
     if "epochs" in context.decided:
         return mapped(context.tell("epochs"))
     return unsupported("epochs are whole; give max_steps=N")
