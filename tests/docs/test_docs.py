@@ -72,7 +72,7 @@ def test_the_site_builds_and_loads_nothing_from_the_network(
         )
         assert loaded == [], page
     assert (tmp_path / "site" / "benchmarks" / "results").is_dir()
-    assert "| --- |" not in (tmp_path / "site" / "performance" / "index.html").read_text(), (
+    assert "|---|" not in (tmp_path / "site" / "performance" / "index.html").read_text(), (
         "README's table was not made one"
     )
 
@@ -156,7 +156,7 @@ def test_forms_and_workflows_can_be_parsed() -> None:
 
 def test_every_choice_of_a_group_is_named() -> None:
     """In the first table of docs/configuration.md, in the row of its group."""
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\|`(\w+)`\|(.+)\|$", (DOCS / "configuration.md").read_text(), re.MULTILINE))
     choices = [path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "hydra")]
     assert len(choices) > 40
     assert [path for path in choices if f"`{path.stem}`" not in rows.get(path.parent.name, "")] == []
