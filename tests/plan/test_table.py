@@ -116,7 +116,7 @@ def test_what_a_plan_says_of_the_model(tmp_path: Path, monkeypatch: pytest.Monke
     """Machine, samples and the number of rows that are not shown; without a command, that nothing fits."""
     monkeypatch.setattr(table, "checkpoint_bytes", lambda *_: 9 * GB)
     cfg = SimpleNamespace(
-        model=SimpleNamespace(name="tiny"),
+        model=SimpleNamespace(name="tiny", checkpoint=None),
         stage=SimpleNamespace(name="pretrain"),
         global_batch_size=77,
         precision=None,
@@ -140,6 +140,10 @@ def test_what_a_plan_says_of_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         "  do this\n", "2 more, of which 1 fit but are slower: rows=4 shows all", "P = 1,234,567, N = 4",
     ):  # fmt: skip
         assert part in text
+    cfg.model.checkpoint, planner.samples = "some/model", replace(SAMPLES, tiles=600.0, tile_tokens=1.0)
+    text = printed("do this", 2)
+    assert "some/model, stage=pretrain: " in text and "600 of them image tokens, 200 label tokens" in text
+    cfg.model.checkpoint, planner.samples = None, SAMPLES
     assert "more, of which" not in printed("do this", 4) and "Nothing fits" in printed(None, 4)
     whole = table.as_object(planner, [large, small], "do this", {"page": "p"})
     assert whole["recommended"] == table.row_object(small) | {"command": "do this"} and len(whole["rows"]) == 2
