@@ -167,7 +167,7 @@ def test_products_that_selective_keeps_do_not_run_again(
         ([], "cpu", None, False, "on cpu compiling takes longer"),
         (["compile=true"], "cpu", None, True, "as configured"),
         (["compile=true", "activation_checkpointing=selective"], "cpu", None, True, "as configured"),
-        (["compile=false"], "cuda", None, False, "as configured"),
+        (["compile=false"], "cuda", None, False, "compile=false"),
         ([], "cuda", Attention.varlen, True, "Triton"),
         (["deterministic=true"], "cuda", Attention.varlen, False, "deterministic=true"),
         (["activation_checkpointing=selective"], "cuda", Attention.sdpa, False, "in one piece"),

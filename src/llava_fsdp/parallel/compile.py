@@ -74,7 +74,7 @@ def compiling_of_settings(
     if mode is ActivationCheckpointing.budget:
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
-        return Compiling(False, "as configured")
+        return Compiling(False, "compile=false")
     why_not: str | None = None
     if cfg.compile == AUTO:
         if cfg.model.balance_loss:
