@@ -101,6 +101,7 @@ def test_answers_are_those_of_transformers(name: str, whole: Whole) -> None:
     expected = answers_of_transformers(model, reader(assistant))
     assert [assistant.answers([question], LENGTH)[0] for question in questions] == expected
     assert assistant.answers(questions, LENGTH) == expected, "in one batch, padded on the left"
+    assert assistant.thoughts_cut == [False] * len(questions)
     conversation = Conversation(assistant, seed=0)
     for question, answer in zip(questions[:2], expected, strict=False):
         conversation.reset()

@@ -110,7 +110,9 @@ class ClassAssistant:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
         if len(questions) > 1 and self.alone:
-            return [text for question in questions for text in self.answers([question], max_new_tokens, blank)]
+            found = [(*self.answers([one], max_new_tokens, blank), *self.thoughts_cut) for one in questions]
+            self.thoughts_cut = [is_cut for _, is_cut in found]
+            return [text for text, _ in found]
         rows = []
         for question in questions:
             images = [self.load_image(path, question.where) for path in question.images]
