@@ -16,7 +16,7 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 REPORT = {
     "records": 1100, "kept": 1098,
     "sources": [{"name": "a", "records": 1100, "left_out": 2, "text_only": 3, "pictures": 4, "tokens": 5000,
-                 "label_tokens": 600}],
+                 "label_tokens": 600, "label_weight": 600, "taught": {"split": 0, "repeated": 0}}],
     "files": [{"name": "a", "file": name, "records": 550, "left_out": 1, "text_only": 1, "pictures": 2, "tokens": 2500,
                "label_tokens": 300} for name in ("a.json", "b.json")],
     "lengths": {"samples": 1098, "mean": 45.25, "percentiles": {"50": 40, "100": 1234}},
