@@ -51,7 +51,8 @@ Defaults are those of `stage=finetune model=llava_v1_5_7b`. Stages and models th
 GROUPS = {
     "stage": "`pretrain` trains the projector; `finetune` projector and language model; `finetune_task` the same, from "
     "a whole model (`model.checkpoint`); `finetune_lora`, `finetune_qlora`, `finetune_task_lora`, "
-    "`finetune_task_qlora` train adapters (adapters.md); `onevision_1_5`, `onevision_2_single_image`, `onevision_2` "
+    "`finetune_task_qlora` train adapters (adapters.md); `prefer`, `prefer_lora`: preferences.md; "
+    "`onevision_1_5`, `onevision_2_single_image`, `onevision_2` "
     "are LLaVA-OneVision's (models.md)",
     "model": "`tiny`, `llava_v1_5_7b`, `llava_v1_5_13b`, `qwen2_5_siglip`, `llava_onevision_7b`, "
     "`llava_onevision_0_5b`, `smollm2_dinov2`; with `stage=finetune`, `finetune_task`, "
@@ -78,7 +79,7 @@ SECTIONS = (
     ("The run", ("", "compat", "stage"), ""),
     ("Model", ("model", "model.lora", "model.quantize"), "See [Models](models.md), adapters.md and quantized.md."),
     ("Data", ("data", "data.sources.NAME", "sampler"), "See data.md."),
-    ("Optimizer and loss", ("optim", "loss"),
+    ("Optimizer and loss", ("optim", "loss", "pref"),
      "`image_newline`, the vector that ends a line of tiles' features, learns at `optim.lr`, as in the original."),
     ("Precision and memory", ("precision", "precision.scaler", "activation_checkpointing", "offload"),
      "See precision.md and memory.md."),

@@ -122,7 +122,7 @@ def test_which_keys_a_run_must_continue_with() -> None:
     keys = {key for key in every if not any(other.startswith(f"{key}.") for other in every)}
     fixed = {key for key in keys if is_fixed(key)}
     groups = {key.partition(".")[0] for key in fixed} - {"precision"}
-    assert groups == {"seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler"}
+    assert groups == {"seed", "global_batch_size", "model", "loss", "pref", "optim", "data", "labels", "sampler"}
     assert {key for key in fixed if key.startswith("precision.")} == {
         "precision.master_dtype",
         "precision.moment_dtype",

@@ -137,7 +137,7 @@ WRONG = [
         "stage=nope",
         "stage=nope: choose one of finetune, finetune_lora, finetune_qlora, finetune_task, finetune_task_lora, "
         "finetune_task_qlora, onevision_1_5, onevision_2, onevision_2_single_image, "
-        "pretrain",
+        "prefer, prefer_lora, pretrain",
     ),
     (
         "sharding=zero4",

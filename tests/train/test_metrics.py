@@ -89,7 +89,8 @@ def test_records_left_out_before_the_first_step_are_listed_anew(tmp_path: Path) 
 def test_curves_and_sums_of_a_history() -> None:
     assert set(VALUES) == {
         "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
-        "loss_scale", "balance_loss", "expert_load_max", "experts_idle",
+        "loss_scale", "balance_loss", "expert_load_max", "experts_idle", "accuracy", "margin",
+        "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected",
     }  # fmt: skip
     assert set(SUMS) == {
         "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",

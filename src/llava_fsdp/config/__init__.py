@@ -79,6 +79,8 @@ from llava_fsdp.config.keys.enums import (
     Normalize,
     OffloadMode,
     OnSaveError,
+    PairForm,
+    PairReference,
     Parity,
     Part,
     PatchMerge,
@@ -105,6 +107,7 @@ from llava_fsdp.config.keys.train import (
     LossConfig,
     NumericConfig,
     OptimConfig,
+    PrefConfig,
     TrackConfig,
 )
 from llava_fsdp.config.rules import Config, check_profile

@@ -9,12 +9,14 @@ from llava_fsdp.config.keys.enums import (
     AspectRatio,
     Attention,
     DType,
+    LabelWeights,
     LinearKind,
     LossKernel,
     MasterDType,
     MomentDType,
     Normalize,
     OffloadMode,
+    PairReference,
     Parity,
     Part,
     PatchMerge,
@@ -27,7 +29,7 @@ from llava_fsdp.config.keys.enums import (
     Thoughts,
     TooLong,
 )
-from llava_fsdp.config.keys.train import TrainingKeys
+from llava_fsdp.config.keys.train import PrefConfig, TrainingKeys
 from llava_fsdp.runtime.errors import ConfigError
 
 
@@ -54,6 +56,7 @@ def check_training(cfg: TrainingKeys) -> None:
     check_original(cfg)
     check_anyres(cfg)
     check_export(cfg)
+    check_pairs(cfg)
 
 
 def check_packing(cfg: TrainingKeys) -> None:
@@ -70,10 +73,11 @@ def check_packing(cfg: TrainingKeys) -> None:
             raise ConfigError(f"attention={cfg.attention.value} is for packed rows; with pack=false set attention=auto")
         return
     context = cfg.parallel.num_context
-    if isinstance(tokens, int) and tokens * context < cfg.data.max_length and cfg.parallel.context != AUTO:
+    if isinstance(tokens, int) and tokens * context < cfg.data.sample_tokens and cfg.parallel.context != AUTO:
         room = f"tokens_per_micro_batch={tokens}" + (f" x parallel.context={context}" if context > 1 else "")
+        sample = "two answers" if cfg.data.pairs else "a sample"
         raise ConfigError(
-            f"{room} has no room for a sample of data.max_length={cfg.data.max_length}; raise it or parallel.context, "
+            f"{room} has no room for {sample} of data.max_length={cfg.data.max_length}; raise it or parallel.context, "
             "which lets several ranks process a sample together, or lower data.max_length"
         )
     if is_original and isinstance(tokens, int):
@@ -329,4 +333,45 @@ def check_export(cfg: TrainingKeys) -> None:
             f"model.projector_type={cfg.model.projector_type} has no equal in transformers' LLaVA, so the run "
             f"could not be exported; choose mlp2x_gelu, or set {cure}. llava-fsdp export can later write the whole "
             "model with format=llava if its language model is a Llama, or the projector alone with format=projector"
+        )
+
+
+def check_pairs(cfg: TrainingKeys) -> None:
+    """Raise ConfigError for settings that contradict training on pairs of answers (`data.pairs`), and for settings of
+    `pref` without it."""
+    if not cfg.data.pairs:
+        if cfg.pref != PrefConfig():
+            raise ConfigError("pref.* is for records with two answers, and data.pairs=false; choose stage=prefer")
+        return
+    parallel, mode = cfg.parallel, cfg.activation_checkpointing.mode
+    refused = {  # {setting that is not supported: (whether it is set, what to set instead)}
+        "data.weights=ignore": (cfg.data.weights is not LabelWeights.use, "data.weights=use"),
+        "labels=llava_v1_5": (cfg.labels is not Parity.exact, "labels=exact"),
+        "sampler=llava_v1_5": (cfg.sampler.name is SamplerName.llava_v1_5, "sampler=shuffle"),
+        "loss.normalize=micro_batch": (cfg.loss.normalize is not Normalize.step, "loss.normalize=step"),
+        "loss.kernel=torch": (cfg.loss.kernel is LossKernel.torch, "loss.kernel=auto"),
+        "data.too_long=truncate": (cfg.data.too_long is TooLong.truncate, "data.too_long=fail or skip"),
+        f"data.question={cfg.data.question}": (cfg.data.question is not None, "data.question=null data.answer=null"),
+        "parallel=auto": (parallel.search, "parallel=none"),
+        f"parallel.context={parallel.context}": (parallel.context != 1, "parallel.context=1"),
+        f"parallel.tensor={parallel.tensor}": (parallel.tensor > 1, "parallel.tensor=1"),
+        f"parallel.pipeline={parallel.pipeline}": (parallel.pipeline > 1, "parallel.pipeline=1"),
+        "activation_checkpointing=dynamic": (
+            mode is ActivationCheckpointing.dynamic,
+            "activation_checkpointing=selective",
+        ),
+        # the reference of held-out pairs would have to be stored, too
+        f"pref.reference=stored, val.every={cfg.val.every}": (
+            cfg.val.every is not None and cfg.pair_reference is PairReference.stored,
+            "val.every=null",
+        ),
+    }
+    for setting, (is_set, cure) in refused.items():
+        if is_set:
+            raise ConfigError(f"data.pairs=true with {setting} is not supported; set {cure}")
+    if cfg.pref.reference is PairReference.adapters and not cfg.begins_without_adapters:
+        raise ConfigError(
+            "pref.reference=adapters: without its adapters the model must be the one that training begins with, so "
+            "nothing else may train, and adapters must begin at zero; set pref.reference=stored, or "
+            "model.train=[language], model.lora.enabled=true, model.lora.bias=none and model.lora.checkpoint=null"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,7 +145,14 @@ def synthetic_step(
         tiles=times * contents.tiles,
     )
     blends = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens).blends
-    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.packs, blends, given) for _ in range(count)])
+    micros = [synthetic_micro_batch(contents, shape, cfg.packs, blends, given) for _ in range(count)]
+    if cfg.data.pairs:  # one pair, whose answers have every other label
+        zero = torch.zeros(1, dtype=torch.int64)
+        micros = [
+            replace(micro, label_answers=torch.arange(contents.labels) % 2, pair_sources=zero, pair_numbers=zero)
+            for micro in micros
+        ]
+    return Step(facts, micros)
 
 
 class SyntheticLoader(Loader):

@@ -14,11 +14,13 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw
 
 from llava_fsdp.config import DataConfig, Source
 from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.small_json import parse_object
 
 FORMAT_VERSION = 1
@@ -258,6 +260,24 @@ def text_facts() -> list[tuple[str, str]]:
 
 
 def draw_shapes(cfg: DataConfig) -> None:
-    """Generate the data set in `data.root` if `data.source` is shapes and the folder does not exist yet."""
-    if cfg.source is Source.shapes:
-        ensure_shapes(Path(cfg.root or "."))
+    """Generate the data set in `data.root` if `data.source` is shapes and the folder does not exist yet. With
+    `data.pairs`, add the file of pairs to it."""
+    if cfg.source is not Source.shapes:
+        return
+    root = Path(cfg.root or ".")
+    ensure_shapes(root)
+    path = root / "preferences.json"
+    if cfg.pairs and not path.exists():
+        captions = json.loads((root / "captions.json").read_text())
+        replace_file(path, json.dumps(preferences(captions), indent=1).encode())
+
+
+def preferences(captions: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a pair for each image, from the records of captions: the right colour, and another one."""
+    rng, records = random.Random(0), []
+    for record in captions:
+        colour = record["conversations"][1]["value"].split()[2]
+        other = rng.choice([name for name in COLOURS if name != colour])
+        shown = {"id": record["id"], "image": record["image"], "question": "What colour is shown?"}
+        records.append(shown | {"chosen": colour, "rejected": other})
+    return records

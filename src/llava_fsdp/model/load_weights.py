@@ -445,15 +445,17 @@ def frozen_digests(
     size: int = 1,
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
+    trained: bool = False,
 ) -> dict[str, str]:
     """Compute the digests of all frozen parameters of a model, by name. Each of `size` ranks computes some of them.
+    With `trained`, those of the parameters that train, as they begin.
 
     Args:
         sources: where the parameters' values are read from.
         gather: returns the (name, digest) pairs of all ranks, given those of this rank.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
-    shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
+    shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if p.requires_grad is trained}
     frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     with ThreadPoolExecutor(DIGESTING) as threads:
         names = frozen[rank::size]

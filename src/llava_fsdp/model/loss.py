@@ -410,6 +410,77 @@ def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Ten
     return total.add_(left @ right)
 
 
+def label_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    label_ids: torch.Tensor,
+    chunk_tokens: int,
+    collector: LossCollector | None = None,
+    change: LogitChange = UNCHANGED,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, where their sum is not the loss:
+    `hidden` is [labels, width], `weight` [vocabulary, width], `label_ids` int64 [labels]. The backward pass computes
+    the logits again, because the factor of each label's gradient is known only then. `collector` gets nothing."""
+    assert weights is None, "a pair whose labels have weights is refused"
+    return LabelLosses.apply(hidden, weight, label_ids, chunk_tokens, change)
+
+
+class LabelLosses(torch.autograd.Function):
+    """Autograd function of the cross entropy of each label, which computes the logits of some labels (a chunk) at a
+    time. The gradient of the output layer's weight is summed over chunks in float32 and then rounded, as in
+    `ChunkedLoss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        chunk_tokens: int,
+        change: LogitChange,
+    ) -> torch.Tensor:
+        """Return the losses, float32 [labels]; no logits are kept."""
+        ctx.save_for_backward(hidden, weight, label_ids)
+        ctx.chunk_tokens, ctx.change = chunk_tokens, change
+        collector = LossCollector()
+        for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
+            if len(ids):
+                whole_loss(chunk, weight, ids, collector, change)
+        return torch.cat([hidden.new_zeros(0, dtype=torch.float32), *collector.chunks])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        """Compute the logits of each chunk again, and multiply the gradient of each label by its upstream gradient."""
+        (upstream,), (hidden, weight, label_ids) = grad_outputs, ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for begin in range(0, len(label_ids), ctx.chunk_tokens):
+            rows = slice(begin, begin + ctx.chunk_tokens)
+            of_logits = gradient_of_logits(hidden[rows], weight, label_ids[rows], upstream[rows], ctx.change)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                of_weight = add_product(of_weight, of_logits.t(), hidden[rows])
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+
+
+def gradient_of_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, change: LogitChange
+) -> torch.Tensor:
+    """Return the gradient of a sum of cross entropies, each times a factor, with respect to the output of the output
+    layer, [labels, vocabulary] in the dtype of `weight`: `hidden` is [labels, width], `weight` [vocabulary, width],
+    `ids` int64 [labels], and `upstream` are the factors, float32 [labels]. They are multiplied in before the gradient
+    is rounded, because in fp16 they have the loss scale in them."""
+    wide = functional.linear(hidden, weight).float()
+    change.apply_in_place(wide)
+    slope = change.slope(wide)
+    gradient = torch.softmax(wide, dim=-1)
+    gradient[torch.arange(len(ids), device=ids.device), ids] -= 1
+    return times(gradient, slope).mul_(upstream[:, None]).to(weight.dtype)
+
+
 def torch_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -31,13 +31,19 @@ def forget_passes(model: nn.Module) -> None:
     FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass. If
     the list contained the units of an evaluation, the next backward pass would gather their weights a second time.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = units_of(model)
     for unit in units:
         unit.reshard()
     forget_order(units)
 
 
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules whose weights FSDP gathers together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def forget_order(units: Sequence[FSDPModule]) -> None:
+    """Clear FSDP's list of the units that ran a forward pass."""
     for unit in units:
         state = unit._get_fsdp_state()
         state._comm_ctx.post_forward_order.clear()

@@ -60,11 +60,11 @@ def samples_of(cfg: Config, rule: ImageRule) -> Samples:
     if cfg.data.source is not Source.shapes:
         # a plan needs no report, so a report that is missing or has another structure is ignored
         with contextlib.suppress(ArithmeticError, ValueError, KeyError, TypeError):
-            return samples_of_report(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.max_length, rule)
+            return samples_of_report(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.sample_tokens, rule)
     instructs = Part.language in cfg.model.trained
     text, images, labels, spread = (300.0, 0.94, 180.0, 350.0) if instructs else (20.0, 1.0, 20.0, 15.0)
     tiles, each = tiles_and_tokens_of_photo(rule)
-    tokens = min(text + images * each, cfg.data.max_length)
+    tokens = min(text + images * each, cfg.data.sample_tokens)
     source = f"LLaVA's {'instructions' if instructs else 'captions'}, on average"
     if rule.needs_size(1):
         source += f", with images of {PHOTO[0]} x {PHOTO[1]} pixels"
@@ -167,7 +167,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
             rows = math.ceil(per_rank / count)
             if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != per_rank:
                 continue
-            micro = micro_batch(samples, rows, cfg.data.max_length, rows)
+            micro = micro_batch(samples, rows, cfg.data.sample_tokens, rows)
             splits.setdefault(micro, [micro] * rounded(count))
         if not splits:
             raise ConfigError(
@@ -175,9 +175,9 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
                 "sampler=llava_v1_5 needs it to be"
             )
         return list(splits.values())
-    most = max(cfg.data.max_length, most_tokens(samples, per_rank))
-    for count in range(1, max(1, math.ceil(most / cfg.data.max_length)) + 1):
-        tokens = max(cfg.data.max_length, 256 * math.ceil(most / count / 256))
+    most = max(cfg.data.sample_tokens, most_tokens(samples, per_rank))
+    for count in range(1, max(1, math.ceil(most / cfg.data.sample_tokens)) + 1):
+        tokens = max(cfg.data.sample_tokens, 256 * math.ceil(most / count / 256))
         micro = packed_row(samples, tokens, context)
         splits.setdefault(micro, [micro] * rounded(count))
     return list(splits.values())
@@ -189,13 +189,13 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
-        micro = micro_batch(samples, rows, cfg.data.max_length, rows)
+        micro = micro_batch(samples, rows, cfg.data.sample_tokens, rows)
         return [micro] * rounded(max(1, math.ceil(per_rank / cfg.micro_batch_size)))
     if cfg.sampler.name is SamplerName.llava_v1_5:  # this sampler packs any micro_batch_size samples into a row
         size = cfg.micro_batch_size
-        tokens = min(cfg.row_tokens, max(cfg.data.max_length, most_tokens(samples, size)))
+        tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, most_tokens(samples, size)))
         return [micro_batch(samples, 1, tokens, size)] * rounded(max(1, math.ceil(per_rank / size)))
-    most = max(cfg.data.max_length, most_tokens(samples, per_rank))
+    most = max(cfg.data.sample_tokens, most_tokens(samples, per_rank))
     count = rounded(max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens)))
-    tokens = min(cfg.row_tokens, max(cfg.data.max_length, math.ceil(most / count)))
+    tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, math.ceil(most / count)))
     return [packed_row(samples, tokens, context)] * count

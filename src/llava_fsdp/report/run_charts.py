@@ -30,6 +30,15 @@ CURVES = (
         {"expert_load_max": "greatest load", "balance_loss": "load-balance loss"},
     ),
     (Chart("Idle experts", unit="of all experts", smooths=True, share=True), {"experts_idle": "idle experts"}),
+    (Chart("Pairs the right way round", unit="of all pairs", smooths=True, share=True), {"accuracy": "accuracy"}),
+    (
+        Chart("Rewards of answers", unit="mean", smooths=True),
+        {"margin": "margin", "reward_chosen": "chosen", "reward_rejected": "rejected"},
+    ),
+    (
+        Chart("Log-probability of answers", unit="mean", smooths=True),
+        {"logp_chosen": "chosen", "logp_rejected": "rejected"},
+    ),
 )
 """For each chart of a run: (chart without lines, {key in metrics.jsonl: name of the line})."""
 

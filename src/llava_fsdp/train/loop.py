@@ -25,6 +25,8 @@ from llava_fsdp.train.gradients import clip_gradients
 from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.state import StepResult, TrainState
 from llava_fsdp.train.sums.expert_sums import ExpertSums, expert_load
+from llava_fsdp.train.sums.pair_step import PairStep
+from llava_fsdp.train.sums.pair_sums import losses_by_source, numbers_by_source
 from llava_fsdp.train.sums.source_sums import SourceSums, sum_over_ranks
 
 NO_MORE_STEPS: Any = object()
@@ -111,10 +113,11 @@ def train_step(
     torch.manual_seed(derive("step", cfg.seed, state.step, state.parallelism.seed_rank))
     sources = SourceSums(step.facts, state.loader.device)
     experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss, state.loader.device)
+    pairs = PairStep(cfg, state.loader.device, state.pair_reference) if cfg.data.pairs else None
     if state.pipeline is not None:
         loss_sum = run_pipeline(state, step, scale, sources, experts)
     else:
-        loss_sum = run_micro_batches(state, step, scale, sources, experts)
+        loss_sum = run_micro_batches(state, step, scale, sources, experts, pairs)
     with part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale, state.parallelism.line)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
@@ -123,7 +126,12 @@ def train_step(
         ranks_per_loss = state.parallelism.ranks_per_loss  # so many ranks add the same losses to the sum over all ranks
         losses = sum_over_ranks(loss_sum / ranks_per_loss), loss_sum, norm.to(loss_sum.device)
         values = *losses, *(sources.sum_over_ranks() / ranks_per_loss), *expert_numbers
+        if pairs is not None:
+            values = *values, *sum_over_ranks(pairs.sums.values).flatten()
         loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
+    of_sources, others = others[: len(sources.sums)], others[len(sources.sums) :]
+    of_experts, of_pairs = others[: len(expert_numbers)], others[len(expert_numbers) :]
+    pair_results = numbers_by_source(of_pairs, cfg.data.source_names) if of_pairs else None
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
         watchdog.at(Phase.OPTIMIZER)
@@ -141,8 +149,9 @@ def train_step(
         loss_scale=scale if state.scaler is not None else None,
         recompiles=state.compilations.after_step() if state.compilations is not None else 0,
         own_loss_is_finite=math.isfinite(own_loss),
-        source_losses=sources.means(loss, others[: len(sources.sums)]),
-        expert_load=expert_load(others[len(sources.sums) :]),
+        source_losses=sources.means(loss, of_sources) if pair_results is None else losses_by_source(pair_results),
+        expert_load=expert_load(of_experts),
+        pairs=pair_results,
     )
 
 
@@ -174,19 +183,24 @@ def run_micro_batches(
     scale: float,
     sources: SourceSums,
     experts: ExpertSums,
+    pairs: PairStep | None = None,
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step's micro-batches, one after the other, and add their losses to
     `sources` and `experts`. Return this rank's part of the loss of the labels, float32 []: without the load-balance
-    loss of experts, which is trained too, and without `scale`, the loss scale."""
+    loss of experts, which is trained too, and without `scale`, the loss scale. `pairs` makes the losses of pairs from
+    those of labels; None: samples are no pairs."""
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(step.micro_batches))
         with part("forward"):
             micro = state.loader.to_device(micro)
             collector = sources.collector()
+            reference = pairs.reference(state.model, micro) if pairs is not None else None
             with experts.keep() as kept:
-                loss = micro.scale * state.model(**micro.inputs, collector=collector)
-            sources.add(micro, collector)
+                output = state.model(**micro.inputs, collector=collector)
+            loss = micro.scale * (output if pairs is None else pairs.loss(micro, output, reference))
+            if pairs is None:
+                sources.add(micro, collector)
             trained_loss = experts.add(micro, kept, loss)
         with part("backward"):
             (trained_loss * scale).backward()

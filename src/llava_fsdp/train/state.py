@@ -47,6 +47,8 @@ class TrainState:
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the values of frozen parameters. A hash of them is saved with an adapter, so that its base model can
     be recognized."""
+    start_digest: str = ""
+    """Digest of all weights as training begins; empty unless the reference of pairs is made from them."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identifier of the run, kept when the run resumes. Each rank has its own; files contain that of rank 0."""
     step: int = 0
@@ -74,6 +76,9 @@ class TrainState:
     """This rank's stages of the model; None: it has the whole model."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """Trained parameters that only ranks with other stages have, by name."""
+    pair_reference: torch.Tensor | None = None
+    """With pref.reference=stored: log-probabilities of the chosen and the rejected answer of each sample by the model
+    at the start of the run, float32 [samples, 2]."""
     expert_loads: torch.Tensor | None = None
     """Load of each expert in the last finished step, over all ranks: number of (token, choice) pairs, float32 [layers,
     experts]. None without watched routers."""
@@ -102,6 +107,25 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
+class PairNumbers:
+    """Means over the pairs of a step or of a validation."""
+
+    pairs: int
+    """Number of pairs."""
+    loss: float
+    accuracy: float
+    """Share of pairs whose chosen answer has the higher reward."""
+    margin: float
+    """Reward of the chosen answer minus that of the rejected one."""
+    reward_chosen: float
+    """pref.beta times the score of the chosen answer."""
+    reward_rejected: float
+    logp_chosen: float
+    """Log-probability of all tokens of the chosen answer."""
+    logp_rejected: float
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step. Fields are the same on every rank, unless their description says otherwise."""
 
@@ -126,5 +150,8 @@ class StepResult:
     loss kernel returns only the sum over all sources."""
     expert_load: ExpertLoad | None = None
     """None without watched routers."""
+    pairs: dict[str, PairNumbers | None] | None = None
+    """Of pairs (`data.pairs`): what is reported of them, by data source, and of all sources under `pair_sums.ALL`; None
+    for a source without pairs in this step."""
     data_seconds: float = 0.0
     """Seconds that this rank waited for the step's data. Differs between ranks."""

@@ -163,9 +163,8 @@ class DataConfig:
     allow_links: bool
     """Whether links in the folder of images may lead out of it."""
     bad_records: BadRecords
-    """What happens if records cannot be trained on. fail: the run ends, before training begins or when an image is
-    found broken later; skip: the run continues without these records, on all ranks, and lists them in
-    skipped_records.jsonl."""
+    """What happens if records cannot be trained on. fail: the run ends; skip: it continues without them, and lists them
+    in skipped_records.jsonl."""
     max_bad_records: str
     """Maximum number of skipped records: a share (`0.1%`) or a number (`20`). A share is of all records, rounded
     down."""
@@ -189,10 +188,11 @@ class DataConfig:
     null: 32 with anyres_max; for a whole model no maximum."""
     pixels: Pixels
     """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
-    reads them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
-    fast: close to exact, in fewer operations."""
+    reads them (no EXIF orientation, wide values clipped, transparency ignored, anyres as square); fast: close to exact,
+    in fewer operations."""
     max_length: int
-    """Maximum number of tokens of a sample, with image tokens."""
+    """Maximum number of tokens of a sample, with image tokens. With data.pairs, of the prompt with one of its two
+    answers."""
     too_long: TooLong
     """What happens with samples of more than data.max_length tokens."""
     special_tokens: SpecialTokens | None = None
@@ -211,6 +211,8 @@ class DataConfig:
     """Answers of a record that are learnt: all, or the last one."""
     weights: LabelWeights = LabelWeights.use
     """Weights that records give their answers. use: the loss is the mean over labels by weight; ignore: all are 1."""
+    pairs: bool = False
+    """Whether records are pairs. They have a chosen and a rejected answer, which training compares (stage=prefer)."""
     max_record_bytes: int = 4 << 20
     """Maximum number of bytes of one record in its file. A larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""
@@ -221,6 +223,11 @@ class DataConfig:
     """Number of steps that each worker process prepares ahead."""
     stall: int
     """Seconds that a worker may spend on one record while training waits. After that it counts as stalled."""
+
+    @property
+    def sample_tokens(self) -> int:
+        """Maximum number of tokens that a sample has in a row: a pair has both answers there, each with the prompt."""
+        return self.max_length * (2 if self.pairs else 1)
 
     @property
     def names_template(self) -> bool:

@@ -160,8 +160,8 @@ class ScalerConfig:
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     param_dtype: DType
-    """Dtype of the forward and backward pass, and of frozen weights. auto: bf16 if the devices of all ranks have
-    instructions for it, or if another key of `precision` needs bf16, else fp32."""
+    """Dtype of the forward and backward pass, and of frozen weights. auto: bf16 if all devices have instructions for it
+    or another key of `precision` needs it, else fp32."""
     reduce_dtype: DType
     """Dtype in which gradients are summed over micro-batches and ranks. auto: param_dtype, which is then auto too."""
     norm_dtype: DType

@@ -411,3 +411,30 @@ class WandbMode(Enum):
     offline = "offline"
     """Records into output_dir/wandb; `wandb sync` can send it later."""
     online = "online"
+
+
+class PairForm(Enum):
+    """Choices of `pref.form`: loss of a pair as a function of its margin m, which is pref.beta times the difference of
+    the scores of the chosen and the rejected answer, minus pref.gamma."""
+
+    sigmoid = "sigmoid"
+    """-log sigmoid(m): DPO (arXiv 2305.18290)."""
+    robust = "robust"
+    """DPO for labels of which the share pref.label_smoothing is wrong (arXiv 2403.00409)."""
+    hinge = "hinge"
+    """max(0, 1 - m): SLiC (arXiv 2305.10425)."""
+    ipo = "ipo"
+    """((m - 1/2) / beta)^2: IPO (arXiv 2310.12036)."""
+
+
+class PairReference(Enum):
+    """Choices of `pref.reference`: the model whose log-probabilities are subtracted from those of the trained one."""
+
+    auto = "auto"
+    """`adapters` if adapters alone train and begin at zero, else `stored`."""
+    adapters = "adapters"
+    """The model without its adapters, in a second forward pass."""
+    stored = "stored"
+    """The model as training begins. Its log-probabilities are computed once and stored."""
+    none = "none"
+    """No reference: SimPO (arXiv 2405.14734)."""

@@ -89,13 +89,12 @@ class ModelConfig:
     select_layer: int
     """Index of the vision tower's hidden state that is used. -2 is the output of the last layer but one."""
     patch_merge: PatchMerge
-    """anyres: how the tiles of an image are joined. flat: one tile after the other; spatial: row
-    by row of the whole image; spatial_unpad: like spatial, but without the padding, and with a learned vector at the
-    end of each row."""
+    """anyres: how the tiles of an image are joined. flat: one after the other; spatial: row by row of the whole image;
+    spatial_unpad: likewise without the padding, and with a learned vector behind each row."""
     select_feature: Feature
     """Which tokens of the vision tower are used: patch drops the CLS token, full keeps all. DINOv3's registers stay
-    with patch; SigLIP has no CLS token. auto is what model.checkpoint was trained with, otherwise patch for a vision
-    tower with a CLS token and full for one without."""
+    with patch. auto is what model.checkpoint was trained with, otherwise patch for a tower with a CLS token, else
+    full."""
     image_start_end: bool
     """Whether to put `<im_start>` and `<im_end>` around every image. It is mm_use_im_start_end of the original LLaVA.
     The tokenizer must contain both tokens, as that of a checkpoint trained with them does."""

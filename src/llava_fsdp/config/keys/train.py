@@ -22,9 +22,12 @@ from llava_fsdp.config.keys.enums import (
     DType,
     ExportDType,
     Format,
+    LoraBias,
     LossKernel,
     Normalize,
     OnSaveError,
+    PairForm,
+    PairReference,
     Parity,
     SamplerName,
     Schedule,
@@ -90,9 +93,8 @@ class CompatConfig:
 @dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
-    """What the loss is divided by. step: the sum over label tokens is divided by the number of label tokens of the
-    whole step on all ranks, so that it does not depend on the micro-batches; micro_batch: the mean of the
-    micro-batches' means, as in the original LLaVA."""
+    """What the loss is divided by. step: the label tokens of the whole step on all ranks, so that micro-batches do not
+    matter; micro_batch: the mean of the micro-batches' means, as in the original LLaVA."""
     chunk_tokens: int
     """Number of label tokens whose logits are in memory at once."""
     kernel: LossKernel
@@ -100,6 +102,50 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         at_least("loss.chunk_tokens", self.chunk_tokens, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class PrefConfig:
+    """Configuration keys of the loss of pairs of a chosen and a rejected answer (`data.pairs`). A step's loss is the
+    mean over its pairs of `weight` times the form's loss, minus `sft_weight` times the mean log-probability of the
+    tokens of the chosen answer."""
+
+    form: PairForm = PairForm.sigmoid
+    """Loss of a pair (sigmoid: DPO)."""
+    beta: float = 0.1
+    """Factor of scores. A larger one keeps the model nearer to the reference."""
+    gamma: float = 0.0
+    """Margin of SimPO. The reward of the chosen answer must be higher by so much."""
+    label_smoothing: float = 0.0
+    """Share of pairs taken as reversed. With sigmoid it makes conservative DPO."""
+    per_token: bool = False
+    """Whether scores are divided by tokens (IPO, SimPO)."""
+    weight: float = 1.0
+    """Factor of `form`'s loss."""
+    sft_weight: float = 0.0
+    """Factor of the chosen answer's cross entropy. Its mean over tokens is added to the loss (RPO, MPO)."""
+    reference: PairReference = PairReference.auto
+    """Model to compare with. Its log-probabilities of the answers are subtracted. adapters: the
+    model without its adapters, in a second forward pass; stored: the model as training begins, whose log-probabilities
+    are computed once and written to output_dir; none: no model (SimPO); auto: adapters if they alone train and begin at
+    zero, else stored."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if a value is not allowed."""
+        above_zero("pref.beta", self.beta)
+        for name in ("gamma", "weight", "sft_weight"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"pref.{name}={value} must be a finite number of at least 0")
+        if not self.weight and not self.sft_weight:
+            raise ConfigError("pref.weight=0 with pref.sft_weight=0 trains nothing; raise one of them")
+        share, form = self.label_smoothing, self.form
+        if not 0 <= share < 0.5:
+            raise ConfigError(f"pref.label_smoothing={share} must be a share of pairs, at least 0 and below 0.5")
+        if share and form not in (PairForm.sigmoid, PairForm.robust):
+            raise ConfigError(
+                f"pref.label_smoothing={share} is for pref.form=sigmoid and robust, and it is {form.value}; set it to 0"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,6 +233,7 @@ class TrainingKeys:
     sampler: SamplerConfig
     compat: CompatConfig
     loss: LossConfig
+    pref: PrefConfig = field(default_factory=PrefConfig)
     checkpoint: CheckpointConfig
     export: ExportConfig
     comm: CommConfig
@@ -206,7 +253,7 @@ class TrainingKeys:
     max_steps: int | None
     """Number of steps after which training ends; null: at the end of the last epoch."""
     global_batch_size: int
-    """Number of samples of a step, on all ranks together."""
+    """Number of samples of a step, on all ranks together. A pair of answers is one sample."""
     micro_batch_size: int
     """Maximum number of rows that a rank processes at once. With packed rows it gives a maximum number of tokens
     instead: micro_batch_size * data.max_length."""
@@ -230,8 +277,8 @@ class TrainingKeys:
     profile: bool
     """Whether to write a trace, a memory snapshot and a page about time to output_dir/profile."""
     profile_steps: list[int] | None = field(metadata={TAKES: PROFILE_STEPS})
-    """First and last step to profile, counted from 1 at this start of the run; null: 10 to 12. If this start has
-    fewer steps, null means the last three."""
+    """First and last step to profile, counted from 1 at this start; null: 10 to 12. If this start has fewer steps, null
+    means the last three."""
     track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
     """Number of ranks to simulate, to measure the memory of one of them. Two of its steps are run; nothing is trained
@@ -247,7 +294,7 @@ class TrainingKeys:
         tokens = self.tokens_per_micro_batch
         if isinstance(tokens, int):
             return tokens * self.parallel.num_context
-        return self.micro_batch_size * self.data.max_length
+        return self.micro_batch_size * self.data.sample_tokens
 
     @property
     def rank_tokens(self) -> int:
@@ -301,6 +348,21 @@ class TrainingKeys:
         that is null, the default for `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
+
+    @property
+    def begins_without_adapters(self) -> bool:
+        """Whether the model without its adapters is the one that training begins with, at every step: adapters alone
+        train, and begin at zero."""
+        model = self.model
+        begins_at_zero = model.lora.checkpoint is None and model.lora.bias is LoraBias.none
+        return model.lora.enabled and begins_at_zero and set(model.trained) == set(model.adapted)
+
+    @property
+    def pair_reference(self) -> PairReference:
+        """`pref.reference`, with `auto` replaced."""
+        if self.pref.reference is not PairReference.auto:
+            return self.pref.reference
+        return PairReference.adapters if self.begins_without_adapters else PairReference.stored
 
     @property
     def exports_model(self) -> bool:

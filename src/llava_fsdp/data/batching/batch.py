@@ -67,6 +67,13 @@ class MicroBatch:
     together and one of them may find that a record cannot be read; else empty."""
     label_weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
     """For each label, the factor of its loss in units of 1 / FULL_WEIGHT, int32 [labels]; empty if all are 1."""
+    label_answers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """For each label of a micro-batch of pairs, the number of its answer, int64 [labels]: 2 n for the chosen answer of
+    pair n, 2 n + 1 for the rejected one; else empty."""
+    pair_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """For each pair, the index of its data source, int64 [pairs]; empty if samples are no pairs."""
+    pair_numbers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """For each pair, the number of its sample among those that are trained on, int64 [pairs]."""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
@@ -154,6 +161,8 @@ class StepFacts:
     source_weights: dict[str, int] | None = None
     """{name of a data source: sum of the weights of its labels in units of 1 / FULL_WEIGHT}; None: all weights are
     1."""
+    has_pairs: bool = False
+    """Whether each sample is a pair of answers."""
 
     @property
     def weight(self) -> int:
@@ -162,8 +171,9 @@ class StepFacts:
 
     @property
     def scale(self) -> float:
-        """Factor of the sum of the losses of the step's labels that makes it a mean: 1 / (sum of their weights)."""
-        return FULL_WEIGHT / (self.weight or FULL_WEIGHT)
+        """Factor that makes a mean of the sum of the step's losses: 1 / (sum of the labels' weights) or, of pairs, 1 /
+        (number of pairs)."""
+        return 1 / max(1, self.samples) if self.has_pairs else FULL_WEIGHT / (self.weight or FULL_WEIGHT)
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
         """Return these counts minus those of the samples in `skipped`, which becomes the list of skipped samples. In
@@ -202,7 +212,7 @@ class Step:
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
         """Return a copy of the step whose counts leave out the samples that any rank skipped. Their labels are removed
         if `label_records` says which sample each label is of. If the loss is normalised over the step, the scale of
-        each micro-batch's loss becomes 1 / (sum of the weights of the labels left in the step)."""
+        each micro-batch's loss becomes that of what is left in the step (`StepFacts.scale`)."""
         facts, micros = self.facts.without(skipped), self.micro_batches
         if skipped and any(len(micro.label_records) for micro in micros):
             micros = [micro.without_labels({sample.number for sample in skipped}) for micro in micros]

@@ -33,6 +33,8 @@ class SampleKeys:
     """Index of each sample's data source in `data.sources`; empty with a single source."""
     records: Sequence[int] = ()
     """Number of each sample's record, to be stored for each label; empty if it is not needed."""
+    numbers: Sequence[int] = ()
+    """Number of each sample among those that are trained on; only needed of pairs."""
     tile_numbers: Sequence[Sequence[int]] | None = None
     """For each sample, the numbers of its tiles among all its tiles, from 0; None: all tiles are given."""
 
@@ -73,14 +75,17 @@ class Collator:
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
         """
-        # where only other micro-batches have images, some models get a blank sample: `rows` has one more than `count`
-        count, rows = len(rows), self.images.completed(rows, facts.images > 0)
-        samples = [sample for sample, _ in rows]
+        # where only other micro-batches have images, some models get a blank sample
+        given, rows = len(rows), self.images.completed(rows, facts.images > 0)
+        blanks = len(rows) - given
+        records = [sample for sample, _ in rows]
+        samples = [part for sample in records for part in sample.parts]  # the two answers of a pair are neighbours
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
-        label_rows = np.repeat(np.arange(len(samples)), [sample.num_labels for sample in samples])
+        label_rows = np.repeat(np.arange(len(records)), [sample.num_labels for sample in records])
         drops = bool(len(keys.seeds))
-        seeds = [*keys.seeds, *[0] * (len(rows) - count)]
+        of_records = zip((*keys.seeds, *[0] * blanks), records, strict=True) if drops else ()
+        seeds = [seed for seed, sample in of_records for _ in sample.parts]
         token_seeds = per_token(seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
         weights = shifted_weights(samples, self.pack)
         if self.normalize is Normalize.step:
@@ -113,10 +118,11 @@ class Collator:
             scale=scale,
             **edges,
             seeds=torch.from_numpy(token_seeds),
-            sample_lengths=torch.tensor([*lengths[:count], *[0] * (len(rows) - count)] if samples else (0,)),
+            sample_lengths=torch.tensor([*lengths[: len(samples) - blanks], *[0] * blanks] if samples else (0,)),
             **of_labels("label_sources", keys.sources, label_rows),
             **of_labels("label_records", keys.records, label_rows),
             label_weights=torch.from_numpy(of_weights),
+            **(of_pairs(records[:given], keys) if facts.has_pairs else {}),
         )
 
 
@@ -178,6 +184,17 @@ def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.
 def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict[str, Any]:
     """Return a field of MicroBatch that has for each label the value of its row; nothing without values."""
     return {field: torch.from_numpy(np.array(values, dtype=np.int64)[label_rows])} if len(values) else {}
+
+
+def of_pairs(pairs: Sequence[Sample], keys: SampleKeys) -> dict[str, Any]:
+    """Return the fields of MicroBatch that say of which pair, answer and data source labels are."""
+    labels = [part.num_labels for sample in pairs for part in sample.parts]
+    of_sources = keys.sources if len(keys.sources) else [0] * len(pairs)
+    return {
+        "label_answers": torch.from_numpy(np.repeat(np.arange(len(labels)), labels)),
+        "pair_sources": torch.tensor(of_sources, dtype=torch.int64),
+        "pair_numbers": torch.tensor(keys.numbers, dtype=torch.int64),
+    }
 
 
 def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:

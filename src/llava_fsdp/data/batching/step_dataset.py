@@ -78,6 +78,7 @@ class Steps(Dataset):
         self.seed = cfg.seed
         self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
         self.sources = cfg.data.source_names
+        self.has_pairs = cfg.data.pairs
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
@@ -120,9 +121,10 @@ class Steps(Dataset):
         return Step(facts, micros)
 
     def keys_of(self, step: int, numbers: list[int]) -> SampleKeys:
-        """Return the dropout seeds and the data sources of records."""
+        """Return the dropout seeds and the data sources of records, and of pairs their numbers."""
         seeds = [derive("dropout", self.seed, step, n) % 2**31 for n in numbers] if self.drops else []
-        return SampleKeys(seeds, self.sources_of(numbers).tolist() if len(self.sources) > 1 else [])
+        sources = self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
+        return SampleKeys(seeds, sources, numbers=numbers if self.has_pairs else [])
 
     def prepare_part(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
         """Read and collate this rank's positions of a row that several ranks process together. Only images that have
@@ -220,7 +222,8 @@ class Steps(Dataset):
             step,
             samples=len(chosen),
             tokens=int(records.lengths[chosen].sum()),
-            pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()),
+            # the two answers of a pair do not attend to each other, and are about equally long
+            pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.has_pairs),
             label_tokens=int(records.labels[chosen].sum()),
             images=int(records.images[chosen].sum()),
             tiles=int(records.tiles[chosen].sum()),
@@ -229,6 +232,7 @@ class Steps(Dataset):
             unlabelled=[records[n].where for n in chosen[records.labels[chosen] == 0].tolist()],
             source_labels=dict(zip(self.sources, labels.astype(int).tolist(), strict=True)),
             source_weights=None if weights is None else dict(zip(self.sources, weights, strict=True)),
+            has_pairs=self.has_pairs,
         )
 
     def read(self, number: int) -> Row | SkippedSample:
@@ -260,7 +264,7 @@ class Steps(Dataset):
         records = self.records
         length, num_labels = int(records.lengths[number]), int(records.labels[number])
         weight = num_labels * FULL_WEIGHT if records.weights is None else int(records.weights[number])
-        if sample is None or (len(sample.input_ids), sample.num_labels, sample.weight) != (length, num_labels, weight):
+        if sample is None or (sample.length, sample.num_labels, sample.weight) != (length, num_labels, weight):
             raise DataError(  # without a kind, so that the record is not skipped: it may no longer fit its micro-batch
                 f"{record.where} is not what it was when the dataset was examined: {length} tokens and {num_labels} "
                 "labels then; remove the index and examine it again"
@@ -335,7 +339,7 @@ class Steps(Dataset):
             if has_image and any(map(is_video, self.parse(number).images)):
                 continue
             if has_image not in rows and not isinstance(row := self.read(number), SkippedSample):
-                rows[has_image] = row
+                rows[has_image] = row[0].parts[0], row[1]  # of a pair, the chosen answer
                 record = self.parse(number)
                 sizes += [self.image_reader.size(record, rows[has_image][0].place(n)) for n in range(len(row[1]))]
         reader = self.image_reader

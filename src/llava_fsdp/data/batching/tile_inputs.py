@@ -6,6 +6,7 @@ tensors to the device, and hands them to the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,17 +47,25 @@ class TileInputs:
         seeds: Sequence[int] = (),
         tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Concatenate the images of a micro-batch.
+        """Concatenate the images of a micro-batch. Both answers of a pair show the same features, so that the vision
+        tower runs once.
 
         Args:
             ids: the token ids of the rows, int64 [rows, length]; IMAGE_ID at image tokens.
             seeds: dropout seed of each row; empty without dropout.
             tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles.
         """
-        tiles_and_tokens = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
-        per_tile = self.image_reader.tokens.features
-        image_rows, weights = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in tiles_and_tokens])
-        tiles = np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in tiles_and_tokens if len(tiles))])
+        per_tile, shown, firsts, begin = self.image_reader.tokens.features, [], list[int](), 0
+        for sample, images in rows:
+            counts = [len(tiles) * per_tile for tiles in images]
+            for part in sample.parts:
+                new = [0] * len(counts) if part is sample.rejected else counts
+                shown += zip(part.image_rows, new, strict=True)
+                firsts += [*itertools.accumulate(counts, initial=begin)][:-1]
+            begin += sum(counts)
+        image_rows, weights = join_tokens(shown, firsts)
+        all_tiles = [tiles for _, images in rows for tiles in images if len(tiles)]
+        tiles = np.concatenate([self.image_reader.no_tiles(), *all_tiles])
         return {
             "positions": torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)),
             "rows": torch.from_numpy(image_rows),

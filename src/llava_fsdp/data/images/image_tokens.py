@@ -10,6 +10,7 @@ with `anyres_max`, an element of dtype BLENDED. The index NEWLINE_ROW stands for
 features. Sizes are (width, height) in pixels.
 """
 
+import itertools
 import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -205,25 +206,29 @@ def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return first, np.minimum(first + 1, old - 1), (place - first.astype(np.float32)).clip(0, 1)
 
 
-def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+def join_tokens(
+    images: Sequence[tuple[np.ndarray, int]], firsts: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Concatenate the tokens of several images, with indices into the concatenated features of all their tiles.
 
     Args:
-        images: for each image its tokens, and the number of features of all its tiles.
+        images: for each image its tokens, and the number of features of all its tiles; 0 for one that shows the
+            features of an earlier image.
+        firsts: index of the first feature of each image; None: the features are in the order of the images.
 
     Returns:
         The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums of four features,
         indices int64 [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the
         learned vector that ends a line of features.
     """
-    end_row, before = sum(features for _, features in images), 0
+    end_row = sum(features for _, features in images)
+    firsts = firsts if firsts is not None else [*itertools.accumulate((count for _, count in images), initial=0)][:-1]
     joined: list[np.ndarray] = []
     weights = [np.zeros((0, 4), dtype=np.float32)]
-    for tokens, features in images:
+    for (tokens, _), before in zip(images, firsts, strict=True):
         rows = tokens["row"] if tokens.dtype == BLENDED else tokens
         joined.append(np.where(rows == NEWLINE_ROW, end_row, rows + before))
         weights += [tokens["weight"]] if tokens.dtype == BLENDED else []
-        before += features
     return np.concatenate(joined or [np.zeros(0, dtype=np.int64)]), np.concatenate(weights)
 
 

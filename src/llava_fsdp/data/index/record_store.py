@@ -75,6 +75,8 @@ class SourceFile:
     """Number of bytes of a remote file; None: the file is local. `pin` likewise."""
     pin: str | None = None
     """`RemoteFile.pin`, which identifies the content."""
+    pairs: bool | None = None
+    """Whether records have a chosen and a rejected answer. None, as for indexes of earlier versions: they have not."""
 
     @property
     def remote(self) -> RemoteFile | None:
@@ -87,11 +89,12 @@ class SourceFile:
         stays, because a new commit may change any of its images."""
         is_local = self.images is not None and not is_remote(self.images)
         images = os.path.realpath(str(self.images)) if is_local else self.images
-        return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
+        values = [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
+        return [*values, "pairs"] if self.keys.pairs else values
 
     @property
     def keys(self) -> RecordKeys:
-        return RecordKeys(self.question, self.answer, self.image_column)
+        return RecordKeys(self.question, self.answer, self.image_column, bool(self.pairs))
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
                 image_column=cfg.image_column,
                 size=None if isinstance(file, str) else file.size,
                 pin=None if isinstance(file, str) else file.pin,
+                pairs=cfg.pairs or None,
             )
             for file in files
         )

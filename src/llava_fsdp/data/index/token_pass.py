@@ -122,8 +122,9 @@ class EncodeRecords(DatasetPass):
             first, last = sample.turns or (-1, -1)
             cut = sample.labels_cut + (lost if own is kept[-1] else 0)
             rows.append((
-                len(sample.input_ids), sample.num_labels, len(sample.images), tiles, int(sample.is_image.sum()),
-                sample.positions_cut, cut, len(own.whole.input_ids), first, last,
+                sample.length, sample.num_labels, len(sample.images), tiles,
+                sum(int(part.is_image.sum()) for part in sample.parts), sample.positions_cut, cut, own.whole.length,
+                first, last,
             ))  # fmt: skip
         return rows
 
@@ -188,8 +189,7 @@ def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: En
     wholes = [own.whole.input_ids for own in measured]
     repeated = sum(common_length(one, other) for one, other in itertools.pairwise(wholes))
     parts = np.zeros(len(AnswerPart), dtype=np.int64)
-    for own in measured:
-        sample = own.sample
+    for sample in (part for own in measured for part in own.sample.parts):
         labels = sample.labels[1:] != IGNORE
         kinds = np.full(len(labels), AnswerPart.text) if sample.kinds is None else sample.kinds[1:]
         parts += np.bincount(kinds[labels], minlength=len(parts))
@@ -206,7 +206,7 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 def tell_if_cut(record: Record, measured: MeasuredSample, max_length: int, tell: Tell) -> None:
     """Report to `tell` that a sample of a record is longer than `max_length` tokens."""
-    sample, whole_length = measured.sample, len(measured.whole.input_ids)
+    sample, whole_length = measured.sample, measured.whole.longest
     least = "at least " if any(len(turn.text) > LONG for turn in record.turns) else ""  # a long text is shortened
     if sample.positions_cut:
         tell(

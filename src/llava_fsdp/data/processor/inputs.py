@@ -51,7 +51,8 @@ class ProcessorInputs:
         seeds: Sequence[int] = (),
         tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Prepare the images of a micro-batch with one call of the processor; empty without images.
+        """Prepare the images of a micro-batch with one call of the processor; empty without images. Each answer of a
+        pair has images of its own, because a class finds the features of a row by the order of their tokens.
 
         Args:
             rows: the samples, after `completed`.
@@ -61,6 +62,7 @@ class ProcessorInputs:
         Raises:
             DataError: the processor makes other token ids of a sample than it has, or fails.
         """
+        rows = [(part, images) for sample, images in rows for part in sample.parts]
         shown = [(sample, images) for sample, images in rows if images]
         # texts without images are only checked; those of the others are checked in `process`
         for sample, images in rows:

@@ -97,8 +97,8 @@ class KeyMeaning(Enum):
 
 
 REASONS = {
-    KeyMeaning.preference: "pairs of a better and a worse answer are not read, and every answer would be learnt as a "
-    "good one: keep the better answer alone, without this key",
+    KeyMeaning.preference: "pairs of a better and a worse answer are read by stage=prefer alone, and every answer "
+    "would be learnt as a good one: choose that stage, or keep the better answer alone, without this key",
     KeyMeaning.verdict: "the answer would be learnt as a good one: take the record out",
     KeyMeaning.thought: "this form of a thought is not read, and the answer would be learnt without it: write it as "
     "text under the key reasoning_content of the answer, or take the key out",

@@ -28,6 +28,7 @@ from llava_fsdp.data.records.forms.image_places import SIZE_KEYS
 from llava_fsdp.data.records.forms.messages import TURN_KEYS
 from llava_fsdp.data.records.forms.pairs import ENTRY_KEYS
 from llava_fsdp.data.records.forms.parse_record import FORMS, NO_KEYS, SYSTEM, VIDEO_KEYS, RecordKeys
+from llava_fsdp.data.records.forms.preferences import ANSWERS, PAIR_COLUMNS
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, KeyMeaning, held_under, is_thought, meaning_of
 from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations
@@ -64,8 +65,8 @@ def check_installed(path: str) -> None:
 
 
 def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
-    """Return the names of all columns that can contain the conversation."""
-    return (*FORMS, *(keys.pair or ()))
+    """Return the names of all columns that can contain the conversation, or a pair."""
+    return tuple(dict.fromkeys((*FORMS, *(keys.pair or ()), *(PAIR_COLUMNS if keys.pairs else ()))))
 
 
 def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
@@ -125,6 +126,8 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
 
     for name in (name for name in turn_columns(keys) if name in schema.names):
         own = schema.field(name).type
+        if name in PAIR_COLUMNS and keys.pairs:  # of any type: the parser of pairs says what is wrong with a value
+            continue
         if name not in FORMS and not is_text(own):
             raise DataError(f"{path}: {name} is {shown_name(own)}; it must be text")
         if name in FORMS and not are_turns(own):
@@ -376,7 +379,7 @@ class ParquetRows:
                 value = None
             elif name in (*self.keys.images, *VIDEO_KEYS):
                 value = self.images(name, value, places)
-            elif name in FORMS and value is not None:
+            elif (name in FORMS or (name in ANSWERS and self.keys.pairs)) and isinstance(value, list):
                 value = [plain_turn(without_locations(turn)) for turn in value]
             if value is not None:
                 record[name] = value

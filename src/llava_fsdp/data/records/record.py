@@ -159,6 +159,9 @@ class Record:
     tools: tuple[dict[str, Any], ...] = ()
     """The tools that the answers may call, as JSON schemas: objects with type and function, as transformers' chat
     templates take them."""
+    rejected: Turn | None = None
+    """The worse answer to the prompt before the last turn, which is then the better one; None: the record is no
+    pair."""
     inline: Mapping[str, bytes | ImageLocation] = field(default_factory=dict, compare=False, repr=False)
     """{name: bytes or location} of the images that are embedded in the record or in its file. Names differ if images
     do."""
@@ -166,10 +169,16 @@ class Record:
     """Reads the images whose locations are in `inline`."""
 
     @property
+    def with_rejected(self) -> "Record":
+        """The record of a pair with the rejected answer in the place of the chosen one, and no pair itself."""
+        assert self.rejected is not None
+        return replace(self, turns=(*self.turns[:-1], self.rejected), rejected=None)
+
+    @property
     def signed_words(self) -> int:
         """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no image (LLaVA
         train.py:684-690)."""
-        words = sum(len(turn.text.split()) for turn in self.turns)
+        words = sum(len(turn.text.split()) for turn in (*self.turns, *([self.rejected] if self.rejected else ())))
         return words if self.has_image_key else -words
 
     @cached_property

@@ -69,7 +69,7 @@ class AnswerEncoder(ABC):
 
     def samples(self, record: Record, longest: int, turns: tuple[int, int] | None = None) -> list[Sample]:
         """Encode a record without truncation, as one sample, or as several if the model's own chat template writes
-        earlier turns in another way once others follow.
+        earlier turns in another way once others follow. A pair is one sample, with both answers in it.
 
         Args:
             longest: number of tokens of each sample that are right at least; see `whole`.
@@ -78,6 +78,8 @@ class AnswerEncoder(ABC):
         Raises:
             DataError: the record is invalid, or cannot be learnt as the settings say.
         """
+        if record.rejected is not None:
+            return [self.pair(record, longest)]
         form = self.template
         if not isinstance(form, ChatTemplate):
             return [self.whole(self.teaching.record(record, None), longest)]
@@ -97,6 +99,23 @@ class AnswerEncoder(ABC):
             raise DataError(f"{record.where}: none of its answers is to be learnt; take it out", Kind.no_labels)
         return found
 
+    def pair(self, record: Record, longest: int) -> Sample:
+        """Encode the prompt of a pair with each of its answers, without truncation. Raise DataError if the record is
+        invalid, or if both answers have the same tokens."""
+        (chosen,), (rejected,) = (
+            self.samples(own, longest) for own in (without_rejected(record), record.with_rejected)
+        )
+        if np.array_equal(chosen.input_ids, rejected.input_ids):
+            raise DataError(
+                f"{record.where}: chosen and rejected have equal tokens; take the record out", Kind.bad_form
+            )
+        if chosen.weights is not None or rejected.weights is not None:
+            raise DataError(
+                f"{record.where}: its answers have weights, and the loss of a pair has none; take them out",
+                Kind.key_not_obeyed,
+            )
+        return replace(chosen, rejected=rejected)
+
     def cut(self, record: Record, whole: Sample) -> Sample:
         """Truncate the sample of a record to `max_length` tokens. Raise DataError if this cannot be done."""
         return truncate(whole, self.max_length)
@@ -106,11 +125,11 @@ class AnswerEncoder(ABC):
         is skipped because it is too long (`data.too_long=skip`). Raise DataError if the record is invalid, or is too
         long with `data.too_long=fail`."""
         whole = self.samples(record, self.max_length, turns)[0]
-        if len(whole.input_ids) <= self.max_length:
+        if whole.longest <= self.max_length:
             return whole
         if self.too_long is TooLong.fail:
             raise DataError(
-                f"{record.where} is {len(whole.input_ids)} positions long, over data.max_length={self.max_length}; "
+                f"{record.where} is {whole.longest} positions long, over data.max_length={self.max_length}; "
                 "raise it, or set data.too_long=truncate or skip",
                 Kind.too_long,
             )
@@ -122,7 +141,7 @@ class AnswerEncoder(ABC):
         shortened also without truncation."""
         found = []
         for whole in self.samples(record, max(*limits, self.max_length)):
-            length = len(whole.input_ids)
+            length = whole.longest
             over = {n: truncate(whole, n) for n in limits if n < length}
             if self.max_length < length:
                 over[self.max_length] = self.cut(record, whole)
@@ -201,6 +220,11 @@ class ExactEncoder(AnswerEncoder):
         )
 
 
+def without_rejected(record: Record) -> Record:
+    """Return the record of a pair with its chosen answer alone."""
+    return replace(record, rejected=None)
+
+
 def is_plain(record: Record) -> bool:
     """Return whether a record has no tools, calls and thoughts."""
     return not record.tools and all(turn.thought is None and not turn.calls for turn in record.turns)
@@ -219,7 +243,11 @@ def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, lo
 
 def truncate(sample: Sample, max_length: int) -> Sample:
     """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
-    image."""
+    image. Both samples of a pair are truncated, to count what it would lose: no pair is trained on so."""
+    if sample.rejected is not None:
+        chosen, rejected = (truncate(part, max_length) for part in sample.parts)
+        cuts = chosen.positions_cut + rejected.positions_cut, chosen.labels_cut + rejected.labels_cut
+        return replace(chosen, rejected=rejected, positions_cut=cuts[0], labels_cut=cuts[1])
     ids, labels, spans = sample.input_ids, sample.labels, sample.image_spans
     whole = sum(end <= max_length for _, end in spans)
     cut = min([max_length, *(begin for begin, _ in spans[whole:])])

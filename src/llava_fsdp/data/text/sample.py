@@ -1,6 +1,6 @@
 """A sample: a record, or a part of its answers, encoded as token ids and labels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,25 @@ class Sample:
     is no label. None: all are 1."""
     turns: tuple[int, int] | None = None
     """Indices of the turns of the first and the last answer that have labels, if the record gives several samples."""
+    rejected: "Sample | None" = None
+    """Of a pair: the same prompt with the rejected answer. The other fields are of the prompt with the chosen one, but
+    for `positions_cut` and `labels_cut`, which count both."""
+
+    @property
+    def parts(self) -> "list[Sample]":
+        """The samples that are put into a row: this one, or of a pair the one with the chosen and the one with the
+        rejected answer."""
+        return [self] if self.rejected is None else [replace(self, rejected=None), self.rejected]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, of both answers of a pair."""
+        return sum(len(part.input_ids) for part in self.parts)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens; of a pair, of the longer one of its two samples."""
+        return max(len(part.input_ids) for part in self.parts)
 
     @property
     def is_image(self) -> np.ndarray:
@@ -84,8 +103,9 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
-        return int((self.labels[1:] != IGNORE).sum())
+        """Number of labels that count in the loss, of both answers of a pair. The first token is never predicted, so
+        its label does not count."""
+        return sum(int((part.labels[1:] != IGNORE).sum()) for part in self.parts)
 
     @property
     def weight(self) -> int:

@@ -113,6 +113,20 @@ def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
     assert adapted == sorted(names), f"wrong or missing adapters: {set(adapted) ^ set(names)}"
 
 
+@contextmanager
+def without_adapters(model: Adaptable) -> Iterator[None]:
+    """Context manager in which a model computes without its adapters. peft's own method would also freeze them, and
+    `freeze` decides what trains."""
+    layers: list[Any] = [model.get_submodule(name) for name in model.adapted]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def import_peft() -> Any:
     """Import peft, which takes seconds; raise ConfigError if it is not installed."""
     try:

@@ -287,7 +287,7 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
     choices = [Choice(strategy, mode, cfg.offload.mode) for strategy in strategies for mode in modes]
     splits = splits_to_try(planner, cfg, world.size, is_free=cfg.plans_tokens)
     if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null
-        most = cfg.micro_batch_size * cfg.data.max_length
+        most = cfg.micro_batch_size * cfg.data.sample_tokens
         splits = [split for split in splits if split[0].tokens * split[0].context <= most] or splits[-1:]
     return Ways(planner, choices, ranks, splits)
 

@@ -86,7 +86,8 @@ def merge_pairs(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
 
 VALUES = (
     "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
-    "loss_scale", "balance_loss", "expert_load_max", "experts_idle",
+    "loss_scale", "balance_loss", "expert_load_max", "experts_idle", "accuracy", "margin", "reward_chosen",
+    "reward_rejected", "logp_chosen", "logp_rejected",
 )  # fmt: skip
 """Keys of a row of metrics.jsonl that become curves."""
 SUMS = (

@@ -36,10 +36,12 @@ from llava_fsdp.runtime.text.log import log
 LOCK_FILE = ".lock"
 BEGUN_FILE = ".begun"
 """Name of the file that records at which step a run has begun."""
+PAIR_REFERENCE = "pair_reference.safetensors"
+"""Name of the file with the log-probabilities of answers by the model at the start (pref.reference=stored)."""
 WRITTEN_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
-    "export", "adapter", "tensorboard", "profile", "expert_load.json",
+    "export", "adapter", "tensorboard", "profile", "expert_load.json", PAIR_REFERENCE,
 })  # fmt: skip
 """Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
 or of another kind."""

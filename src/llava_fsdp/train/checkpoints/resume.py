@@ -25,6 +25,7 @@ from llava_fsdp.config import (
     LabelWeights,
     LoraConfig,
     Part,
+    PrefConfig,
     QuantizeConfig,
     Thoughts,
 )
@@ -55,7 +56,7 @@ from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import TrainState
 
 C = TypeVar("C", bound=Config)
-FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
+FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "pref", "optim", "data", "labels", "sampler")
 """Keys, or groups of keys, that must stay the same when a run continues, except `FREE_KEYS`."""
 MEMORY_KEYS = (
     "activation_checkpointing", "attention", "compile", "data", "deterministic", "loss", "micro_batch_size", "model",
@@ -335,8 +336,8 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of the run that wrote a checkpoint (entry `config` of `state.json`): dotted key ->
     value."""
-    # older checkpoints lack these keys: their runs had neither adapters, quantization nor thoughts, and learnt the
-    # empty thought of a chat template
+    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, and learnt
+    # the empty thought of a chat template
     added = {
         "model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())},
         "data": {
@@ -345,7 +346,9 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
             "history": History.template,
             "answers": Answers.all,
             "weights": LabelWeights.use,
+            "pairs": False,
         },
+        "pref": asdict(PrefConfig()),
     }
     return flat(without_enums(added)) | flat(present_tree(config))
 

@@ -1,5 +1,7 @@
 """Build the model on the meta device, for all commands that need a model."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
+from llava_fsdp.model.loss import label_losses
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.packed_attention.packs import check_lengths
 from llava_fsdp.model.parts import Parts
@@ -23,6 +26,7 @@ from llava_fsdp.parallel.precision.fp8 import check_fp8
 from llava_fsdp.parallel.precision.int8_mixed import check_int8_mixed
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
+from llava_fsdp.runtime.errors import ConfigError
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Architecture:
@@ -42,6 +46,10 @@ def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts =
     choose_compiling(cfg, device, kernel and kernel.attention)
     model = build_architecture(parts, cfg.model, compute_dtype, kernel, cfg.loss, own)
     check_abilities(model, cfg)
+    if cfg.data.pairs:
+        if own.loss is not None:
+            raise ConfigError("data.pairs=true has a loss of pairs (pref), and the program gives a loss; leave one out")
+        model.set_label_loss(partial(label_losses, chunk_tokens=cfg.loss.chunk_tokens))
     model.check_trained_blocks()
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import Config, DType, OffloadMode, Part, Source, check_profile
+from llava_fsdp.config import Config, DType, OffloadMode, PairReference, Part, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
@@ -60,6 +60,10 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
     adapter_folder.check_base(model, read.model, digests)
+    start_digest = ""
+    if cfg.data.pairs and cfg.pair_reference is PairReference.stored and not continues(cfg):
+        trained = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch, trained=True)
+        start_digest = fingerprint(model, digests | trained)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests), **own.names}
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
@@ -90,6 +94,7 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
 
     state = assemble(model, cfg, parallelism, loader, load)
     known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
+    known["start_digest"] = start_digest
     return replace(state, **known, utilization=utilization, held_out=held_out)
 
 

@@ -61,14 +61,14 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageS
         record = records[number]
         sample = encoder(record, records.turns(number))
         assert sample is not None, "a record that is too long is not trained on"
-        parts = tuple(parts_of(record, sample, encoder, reader))
+        parts = (*parts_of(record, sample.parts[0], encoder, reader), *rejected_text(sample, encoder))
     except DataError as error:
         if error.kind is None:  # the fault is not the record's: the dataset's files or the index cannot be read
             raise
         return replace(example, error=str(error))
     return replace(
         example,
-        length=len(sample.input_ids),
+        length=sample.length,
         labels=sample.num_labels,
         parts=parts,
         cut=sample.positions_cut,
@@ -111,6 +111,16 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
             if counts_in_loss[begin] and weights[begin] != FULL_WEIGHT:
                 role += f", weight {weights[begin] / FULL_WEIGHT:.3g}"
             yield Text(role, bool(counts_in_loss[begin]), end - begin, pieces, part.name)
+
+
+def rejected_text(sample: Sample, encoder: Encoder) -> Iterator[Text]:
+    """Yield the rejected answer of a pair, which the page shows below the chosen one; nothing if it is no pair."""
+    if sample.rejected is None:
+        return
+    places = np.flatnonzero(sample.rejected.labels != IGNORE)
+    ids = sample.rejected.input_ids[places[0] : places[-1] + 1].tolist()
+    pieces = [(piece.text, piece.is_special) for piece in spell(encoder.tokenizer, ids)]
+    yield Text("gpt, rejected", True, len(ids), pieces, AnswerPart.text.name)
 
 
 def hidden_range(is_image: np.ndarray) -> tuple[int, int]:

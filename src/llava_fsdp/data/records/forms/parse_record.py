@@ -7,7 +7,7 @@ record, such as `messages[].`. A function raises DataError if the value that it 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms.image_places import SIZE_KEYS, images_in_front, one_list, put_videos
 from llava_fsdp.data.records.forms.messages import read_messages
 from llava_fsdp.data.records.forms.pairs import read_pair, read_pairs
+from llava_fsdp.data.records.forms.preferences import PAIR_KEYS, read_preference, unpacked
 from llava_fsdp.data.records.forms.record_reader import VIDEO, RecordReader
 from llava_fsdp.data.records.keys import OF_ANSWERS, PREFERENCES, REASONS, KeyMeaning, is_thought, says_nothing
 from llava_fsdp.data.records.record import (
@@ -56,10 +57,12 @@ class RecordKeys:
     answer: str | None = None
     image: str | None = None
     """Key for the images, in addition to IMAGE_KEYS."""
+    pairs: bool = field(default=False, repr=False)  # indexes of other records are found by the text of the other keys
+    """Whether records have a chosen and a rejected answer (`data.pairs`)."""
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "RecordKeys":
-        return cls(cfg.question, cfg.answer, cfg.image_column)
+        return cls(cfg.question, cfg.answer, cfg.image_column, cfg.pairs)
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -76,7 +79,7 @@ class RecordKeys:
         """All keys that are read or refused, without those for videos. If the user names the better answer of a pair,
         the other one is known, too."""
         pair = self.pair or ()
-        better = PREFERENCES if "chosen" in pair else frozenset[str]()
+        better = PREFERENCES if "chosen" in pair else PAIR_KEYS if self.pairs else frozenset[str]()
         return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE, SYSTEM}
 
 
@@ -141,12 +144,16 @@ def parse_record(
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)
+    raw = unpacked(reader, raw) if keys.pairs else raw
     listed = reader.listed(raw, keys.images, "image")
     video_keys = tuple(key for key in VIDEO_KEYS if key not in keys.images) if videos else ()
     shows = one_list(where, reader.listed(raw, video_keys, VIDEO), "videos")
     reader.note_unread(raw, (*keys.images, *video_keys, *(keys.pair or ())))
-    form = form_of(where, raw, keys)
-    if form in FORMS:
+    rejected: Turn | None = None
+    form = "" if keys.pairs else form_of(where, raw, keys)
+    if keys.pairs:
+        turns, rejected = read_preference(reader, raw)
+    elif form in FORMS:
         turns = FORMS[form](reader, form, raw[form])
     else:
         assert keys.pair is not None
@@ -164,6 +171,7 @@ def parse_record(
         has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed),
         not_obeyed=reader.not_obeyed, weights_not_obeyed=reader.weights_not_obeyed,
         unread_keys=tuple(reader.unread_keys), tools=read_tools(raw, reader.bad), inline=reader.inline,
+        rejected=rejected,
     )  # fmt: skip
 
 

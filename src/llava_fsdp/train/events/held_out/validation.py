@@ -29,10 +29,12 @@ from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
-from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, rows_of, storage_errors
+from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, pair_columns, rows_of, storage_errors
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
-from llava_fsdp.train.state import StepResult, TrainState
+from llava_fsdp.train.state import PairNumbers, StepResult, TrainState
+from llava_fsdp.train.sums.pair_step import PairStep
+from llava_fsdp.train.sums.pair_sums import ALL, numbers_by_source
 from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
@@ -47,12 +49,15 @@ class LossSum:
     total: float
     label_tokens: int
     weight: int
+    pairs: PairNumbers | None = None
+    """Of pairs: their mean loss, which then counts, and what else is reported of them."""
 
     @property
     def row(self) -> dict[str, Any]:
         """Values for a row of `validation.jsonl`; the mean loss is None if it is not finite."""
         mean = self.total / (self.weight / FULL_WEIGHT) if self.weight else math.nan
-        return {"loss": finite(mean), "label_tokens": self.label_tokens}
+        mean = mean if self.pairs is None else self.pairs.loss
+        return {"loss": finite(mean), "label_tokens": self.label_tokens, **pair_columns(self.pairs)}
 
 
 class Validation(RunEvents):
@@ -78,6 +83,8 @@ class Validation(RunEvents):
         self.held_out = held_out
         self.cfg = cfg
         self.metric = metric or choose_metric(cfg, None)
+        self.pairs: PairNumbers | None = None
+        """What the last validation found of all pairs."""
         self.last_step = state.loader.total_steps
         self.watchdog = watchdog
         self.events = events
@@ -141,6 +148,7 @@ class Validation(RunEvents):
         loader, sampler = self.held_out.loader, self.held_out.sampler
         label_counts, weights = ([0] * len(self.held_out.names) for _ in range(2))
         sums = torch.zeros(len(label_counts), dtype=torch.float64, device=loader.device)
+        pairs = PairStep(self.cfg.held_out, loader.device) if self.cfg.data.pairs else None
         steps = loader.steps_from(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
             self.pause()
@@ -148,6 +156,9 @@ class Validation(RunEvents):
             step = loader.agree(step)
             source = sampler.source(number)
             for micro in step.micro_batches:
+                if pairs is not None:
+                    pairs.evaluate(self.state.model, loader.to_device(micro))
+                    continue
                 loss = evaluate(self.state, micro, loader)
                 if loss is not None:  # only the last stage of a pipeline has it
                     sums[source] += loss
@@ -156,6 +167,14 @@ class Validation(RunEvents):
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation is done without %s", left_out.reason)
             self.events.on_progress(f"validating: {number + 1} of {sampler.per_epoch}")
+        if pairs is not None:
+            values = sum_over_ranks(pairs.sums.values).flatten().tolist()
+            numbers = numbers_by_source(values, self.held_out.names)
+            self.pairs = numbers[ALL]
+            return [
+                LossSum(0.0, count, 0, numbers[name])
+                for name, count in zip(self.held_out.names, label_counts, strict=True)
+            ]
         return [
             LossSum(total, count, weight)
             # `ranks_per_loss` ranks have each added the same losses
@@ -177,6 +196,8 @@ class Validation(RunEvents):
             scores[names[question.source]].append(answer.score)
             answer_rows.append({"source": names[question.source], **answer_row(question, answer)})
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
+        if self.pairs is not None:
+            row |= {"loss": finite(self.pairs.loss), **pair_columns(self.pairs)}
         row["metric"] = self.metric.name if questions else None
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
         cut = sum(answer.is_thought_cut for answer in answers)
@@ -234,7 +255,10 @@ def line_of(row: dict[str, Any]) -> str:
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"
 
-    text = f"validation after step {row['step']}: loss {loss(row)} of {row['label_tokens']:,} label tokens"
+    of = f"{row['label_tokens']:,} label tokens" if "pairs" not in row else f"{row['pairs']:,} pairs"
+    text = f"validation after step {row['step']}: loss {loss(row)} of {of}"
+    if row.get("accuracy") is not None:
+        text += f", {row['accuracy']:.1%} of them the right way round"
     if len(row["sources"]) > 1:
         text += f" ({', '.join(f'{name} {loss(own)}' for name, own in row['sources'].items())})"
     if row["score"] is not None:

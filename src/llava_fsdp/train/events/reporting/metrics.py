@@ -17,7 +17,8 @@ from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.train.events.reporting.step_report import StepReport
-from llava_fsdp.train.state import StepResult
+from llava_fsdp.train.state import PairNumbers, StepResult
+from llava_fsdp.train.sums.pair_sums import ALL
 
 
 class MetricsFile(StepReport):
@@ -40,12 +41,17 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
     """Return the row of `metrics.jsonl` for a step. `utilization`: None if it is unknown."""
     facts = result.facts
     experts = {} if result.expert_load is None else asdict(result.expert_load)
+    pairs = result.pairs or {}
     used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
     return {
         "step": facts.step + 1,
         "loss": finite(result.loss),
         "sources": {
-            name: {"loss": None if loss is None else finite(loss), "label_tokens": facts.source_labels[name]}
+            name: {
+                "loss": None if loss is None else finite(loss),
+                "label_tokens": facts.source_labels[name],
+                **pair_columns(pairs.get(name)),
+            }
             for name, loss in result.source_losses.items()
         },
         "lr": result.lr,
@@ -69,7 +75,16 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "recompiles": result.recompiles,
         "peak_memory_bytes": peak_memory(),
         **{key: finite(value) for key, value in experts.items()},
+        **pair_columns(pairs.get(ALL)),
     }
+
+
+def pair_columns(numbers: PairNumbers | None) -> dict[str, Any]:
+    """Return what is reported of pairs, beside their loss, as columns of a row; none if there are no pairs."""
+    if numbers is None:
+        return {}
+    values = asdict(numbers)
+    return {"pairs": values.pop("pairs")} | {key: finite(value) for key, value in values.items() if key != "loss"}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,152 @@
+"""Compute the log-probabilities of the reference of pairs with the weights at the start, once, and store them.
+
+The file in the run's folder has a value for each answer of each record that is trained on. It is written several times
+while the values are computed, so that an interrupted start continues. Its metadata say of which weights and data they
+are.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.validation_set import HeldOutSampler, held_out_sampler
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.preference import answers_of
+from llava_fsdp.parallel.eval_mode import evaluating
+from llava_fsdp.parallel.ranks.consensus import on_first_rank
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.run_dir import PAIR_REFERENCE
+from llava_fsdp.runtime.files.safe_load import library_errors
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch, watch_silently
+from llava_fsdp.train.setup.build_state import open_data
+from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.sums.source_sums import sum_over_ranks
+
+SAVE_EVERY = 50
+"""Number of batches after which the values that are known are written."""
+TABLE = "log_probabilities"
+"""Name of the tensor in the file, float32 [samples, 2]: of the chosen and of the rejected answer."""
+
+
+@dataclass(frozen=True)
+class StoredReference:
+    """The content of the file."""
+
+    of: str
+    """Digest of the weights, the encoding and the records of which the values are."""
+    run: str
+    """Identifier of the run that has these values."""
+    done: int
+    """Number of batches whose values are in the table."""
+    table: torch.Tensor
+    """float32 [samples, 2]; NaN where the value is not known yet, or the record could not be read."""
+
+    def write(self, path: Path) -> None:
+        """Replace the file."""
+        facts = {"of": self.of, "run": self.run, "done": str(self.done)}
+        replace_file(path, save({TABLE: self.table.cpu()}, {key: json.dumps(value) for key, value in facts.items()}))
+
+    @classmethod
+    def read(cls, path: Path) -> "StoredReference | None":
+        """Read the file; return None if there is none. Raise ModelError if it is damaged."""
+        if not path.exists():
+            return None
+        with library_errors(f"{path} is damaged; remove it and start over with checkpoint.resume=never"):
+            content = path.read_bytes()
+            size = int.from_bytes(content[:8], "little")
+            facts = json.loads(content[8 : 8 + size])["__metadata__"]
+            values = {key: json.loads(facts[key]) for key in ("of", "run", "done")}
+            return cls(values["of"], values["run"], int(values["done"]), load(content)[TABLE])
+
+
+def open_reference(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> torch.Tensor:
+    """Return the log-probabilities of both answers of each sample that is trained on by the model at the start of the
+    run, float32 [samples, 2], on the device. They are computed if the run is at its start. Collective.
+
+    Args:
+        resumed: whether the weights are those of a checkpoint, so that nothing can be computed.
+        progress: called before each batch.
+
+    Raises:
+        CheckpointError: the file is missing in a run that continues, or is of other weights, data or another run.
+    """
+    path = Path(cfg.output_dir) / PAIR_REFERENCE
+    stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
+    run = on_first_rank(lambda: state.run, "")
+    samples, device = len(state.loader.steps.records), state.loader.device
+    if resumed:
+        if stored is None or stored.run != run or len(stored.table) != samples:
+            raise CheckpointError(
+                f"{path}, with the log-probabilities of the model at the start of this run, is missing or of another "
+                "run; put it back, or start over with checkpoint.resume=never"
+            )
+        return stored.table.to(device)
+    of = digest_of_start(state)
+    if stored is not None and stored.of != of:
+        raise CheckpointError(
+            f"{path} is of other weights, records or settings of their encoding than this run has; remove it, set them "
+            "back, or start over with checkpoint.resume=never"
+        )
+    start = stored or StoredReference(of, run, 0, torch.full((samples, 2), math.nan))
+    return compute(state, cfg, replace(start, run=run), progress)
+
+
+def digest_of_start(state: TrainState) -> str:
+    """Return a digest of all weights at the start, of the encoding, and of the records."""
+    fingerprints = state.loader.steps.fingerprints()
+    of_all = state.start_digest, fingerprints["dataset"], fingerprints["encoding"]
+    return hashlib.sha256(json.dumps(of_all).encode()).hexdigest()[:32]
+
+
+def compute(state: TrainState, cfg: Config, start: StoredReference, progress: Callable[[], None]) -> torch.Tensor:
+    """Run forward passes over all samples that `start` does not have, write the table now and then and at the end, and
+    return it, on the device. Collective."""
+    world, model = state.parallelism.world, state.model
+    assert isinstance(model, Architecture)
+
+    def choose(records: Records) -> HeldOutSampler:
+        return held_out_sampler([len(records)], None, cfg.global_batch_size)
+
+    loader = open_data(replace(cfg, epochs=1, max_steps=None, profile=False), world, model, choose)
+    table = torch.full_like(start.table, math.nan, device=loader.device)
+    if world.is_first:
+        table.copy_(start.table)
+    done, last = start.done, loader.total_steps
+
+    def write() -> torch.Tensor:
+        known = (~table.isnan()).to(table.dtype)
+        whole = sum_over_ranks(table.nan_to_num()) / sum_over_ranks(known)  # NaN where no rank has a value
+        now = replace(start, done=done, table=whole)
+        on_first_rank(lambda: now.write(Path(cfg.output_dir) / PAIR_REFERENCE), "the reference cannot be written")
+        return whole
+
+    if done < last and world.is_first:
+        log().info("computing the log-probabilities of both answers with the model that training begins with, once")
+    with (
+        evaluating(model, loader.device, state.roots),
+        (watch if world.is_first else watch_silently)("reference of pairs", last - done) as advance,
+    ):
+        for step in loader.steps_from(done):
+            assert step is not None, "nobody gives up"
+            progress()
+            for micro in loader.agree(step).micro_batches:
+                micro = loader.to_device(micro)
+                losses = model(**micro.inputs)
+                table[micro.pair_numbers] = answers_of(losses, micro.label_answers, len(micro.pair_numbers)).sums.view(
+                    -1, 2
+                )
+            done += 1
+            advance(1)
+            if done % SAVE_EVERY == 0 and done < last:
+                write()
+        return write()

@@ -1,0 +1,56 @@
+"""Sums over a step of what is reported of pairs, by data source."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from llava_fsdp.train.state import PairNumbers
+
+if TYPE_CHECKING:
+    from llava_fsdp.data.batching.batch import MicroBatch
+    from llava_fsdp.model.preference import Answers
+
+
+COLUMNS = 8
+"""Number of fields of PairNumbers."""
+ALL = ""
+"""Stands for all data sources; no source has this name."""
+
+
+class PairSums:
+    """Sums by data source, which stay on the device until the host reads the loss."""
+
+    def __init__(self, sources: int, device: torch.device):
+        """Begin with zeros. `sources`: number of data sources."""
+        self.values = torch.zeros((sources, COLUMNS), device=device)
+
+    def add(self, micro: MicroBatch, answers: Answers, losses: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Add the pairs of a micro-batch: their losses, float32 [pairs], and rewards, float32 [pairs, 2]."""
+        logps, chosen, rejected = answers.sums.detach().view(-1, 2), rewards[:, 0], rewards[:, 1]
+        rows = [
+            torch.ones_like(chosen), losses.detach(), (chosen > rejected).to(chosen.dtype), chosen - rejected, chosen,
+            rejected, logps[:, 0], logps[:, 1],
+        ]  # fmt: skip
+        is_own = micro.pair_sources == torch.arange(len(self.values), device=chosen.device)[:, None]
+        self.values += is_own.to(chosen.dtype) @ torch.stack(rows, dim=1)
+
+
+def pair_numbers(sums: list[float]) -> PairNumbers | None:
+    """Return means from the sums of one source, or of all: a row of `PairSums.values`. None without pairs."""
+    count, *others = sums
+    return PairNumbers(round(count), *(own / count for own in others)) if count else None
+
+
+def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNumbers | None]:
+    """Return the means of each data source by its name, and under the name ALL those of all pairs, from the numbers of
+    `PairSums.values` after a sum over ranks, row after row."""
+    rows = [values[begin : begin + COLUMNS] for begin in range(0, len(values), COLUMNS)]
+    found = {name: pair_numbers(row) for name, row in zip(names, rows, strict=True)}
+    return found | {ALL: pair_numbers([sum(column) for column in zip(*rows, strict=True)])}
+
+
+def losses_by_source(numbers: dict[str, PairNumbers | None]) -> dict[str, float | None]:
+    """Return the mean loss of the pairs of each data source; None for one without pairs."""
+    return {name: None if own is None else own.loss for name, own in numbers.items() if name != ALL}

@@ -1,0 +1,200 @@
+"""Training on pairs of a chosen and a rejected answer (stage=prefer, stage=prefer_lora)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from loaders import agreed_steps
+from pair_data import PlainPairs, Weights, class_of, of_adapters, write_pairs
+from small import make_config
+from steps import begin
+
+from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
+from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.files.run_dir import PAIR_REFERENCE
+from llava_fsdp.train import main as train
+from llava_fsdp.train.loop import run_micro_batches, train_step
+from llava_fsdp.train.setup import pair_reference
+from llava_fsdp.train.setup.pair_reference import StoredReference, open_reference
+from llava_fsdp.train.state import PairNumbers
+from llava_fsdp.train.sums.expert_sums import ExpertSums
+from llava_fsdp.train.sums.pair_step import PairStep
+from llava_fsdp.train.sums.pair_sums import ALL, numbers_by_source
+from llava_fsdp.train.sums.source_sums import SourceSums, sum_over_ranks
+
+COMMON = (
+    "data.template=v1", "model.checkpoint=null", "global_batch_size=7", "micro_batch_size=2", "loss.chunk_tokens=5",
+    "optim.lr=3e-2", "max_steps=3",
+)  # fmt: skip
+ADAPTERS = ("stage=prefer_lora", "model.lora.r=5", "model.lora.alpha=10")
+WHOLE = ("stage=prefer", "pref.reference=none", "optim.lr=3e-3")
+FORMS = {
+    "DPO": PrefConfig(beta=0.5),
+    "conservative DPO": PrefConfig(beta=0.5, label_smoothing=0.1),
+    "robust DPO": PrefConfig(form=PairForm.robust, label_smoothing=0.2),
+    "SLiC": PrefConfig(form=PairForm.hinge, beta=0.3),
+    "IPO": PrefConfig(form=PairForm.ipo, per_token=True),
+    "SimPO": PrefConfig(beta=2.5, gamma=1.0, per_token=True, reference=PairReference.none),
+    "MPO": PrefConfig(weight=0.8, sft_weight=1.0),
+}
+"""Published losses by their names. MPO is without its third part (BCO)."""
+Found = dict[str, tuple[float, Weights, dict[str, PairNumbers | None]]]
+
+
+def full(value: Any) -> torch.Tensor:
+    """A copy of the whole tensor of shards. Collective."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def last_step(world: World, cfg: Config, forms: dict[str, PrefConfig]) -> tuple[Weights, list[int], Found]:
+    """Train all steps but the last. The weights then, the records of the last step, and by the name of a form the loss
+    of this step, its gradients and what is reported of it."""
+    state = begin(world, cfg)
+    if cfg.pair_reference is PairReference.stored:
+        state.pair_reference = open_reference(state, cfg, False, lambda: None)
+        state.model.train()
+    *steps, step = agreed_steps(state.loader)
+    for own in steps:
+        train_step(state, own, cfg, 0.0)
+    weights = {name: full(parameter) for name, parameter in state.model.named_parameters()}
+    found: Found = {}
+    for name, pref in forms.items():
+        state.optimizer.zero_grad()
+        device, names = state.loader.device, list(step.facts.source_labels)
+        pairs = PairStep(replace(cfg, pref=pref), device, state.pair_reference)
+        sums = SourceSums(step.facts, device), ExpertSums(None, step.facts, 0.0, device)
+        loss = sum_over_ranks(run_micro_batches(state, step, 1.0, *sums, pairs))
+        values = sum_over_ranks(pairs.sums.values).flatten().tolist()
+        gradients = {n: full(p.grad) for n, p in state.model.named_parameters() if p.grad is not None}
+        found[name] = float(loss), gradients, numbers_by_source(values, names)
+    return weights, state.loader.steps.sampler.samples(step.facts.step), found
+
+
+def first_weights(world: World, cfg: Config) -> Weights:
+    """All weights as training begins."""
+    return {name: full(parameter) for name, parameter in begin(world, cfg).model.named_parameters()}
+
+
+def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found, forms: dict[str, PrefConfig]) -> None:
+    """Losses and every gradient are those of transformers' class, within 1e-5 of the largest of their parameter."""
+    steps = begin(single_world(), cfg).loader.steps
+    model, reference = class_of(cfg, weights), class_of(cfg, first_weights(single_world(), cfg))
+    for name, pref in forms.items():
+        has_none = pref.reference is PairReference.none
+        plain = PlainPairs(cfg, steps, model, None if has_none else reference)
+        wanted, gradients = plain.step(numbers, pref)
+        loss, own, reported = found[name]
+        assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-6), (
+            name
+        )  # SLiC's is the small difference of large numbers
+        all_pairs = reported[ALL]
+        assert all_pairs is not None and all_pairs.pairs == len(numbers)
+        assert all_pairs.loss == pytest.approx(loss, rel=1e-5), name
+        if cfg.model.lora.enabled:
+            gradients = of_adapters(gradients, weights, cfg)
+        assert set(own) <= set(gradients) and own
+        for key, gradient in own.items():
+            worst = (gradient - gradients[key]).abs().max() / (gradients[key].abs().max() + 1e-3)
+            assert float(worst) < 1e-5, f"{name}: {key}"
+
+
+@pytest.fixture(scope="module")
+def pairs(dataset: Path) -> Path:
+    return write_pairs(dataset)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_losses_and_gradients_of_pairs_are_those_of_a_plain_loop(
+    size: int, parts: Path, dataset: Path, pairs: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Adapters, with the model without them as the reference, and packed rows."""
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *ADAPTERS, *COMMON)
+    run = [last_step(single_world(), cfg, FORMS)] if size == 1 else pools[size].run(last_step, cfg, FORMS)
+    assert_plain(cfg, *run[0], FORMS)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_that_trains_whole_has_a_stored_reference(
+    size: int, parts: Path, dataset: Path, pairs: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    keys = "stage=prefer", "optim.lr=3e-3", "sharding=zero2", "micro_batch_size=1"
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *keys)
+    forms = {"DPO": replace(FORMS["DPO"], reference=PairReference.stored)}
+    run = [last_step(single_world(), cfg, forms)] if size == 1 else pools[size].run(last_step, cfg, forms)
+    assert_plain(cfg, *run[0], forms)
+
+
+def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other_weights(
+    parts: Path, dataset: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, "stage=prefer")
+    state, path = begin(single_world(), cfg), tmp_path / PAIR_REFERENCE
+    whole = open_reference(state, cfg, False, lambda: None)
+    monkeypatch.setattr(pair_reference, "SAVE_EVERY", 1)
+    path.unlink()
+    calls: list[int] = []
+
+    def fail_at_third() -> None:
+        calls.append(0)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_reference(state, cfg, False, fail_at_third)
+    partial = StoredReference.read(path)
+    assert partial is not None and partial.done == 2 and int(partial.table.isnan().all(1).sum()) == 22 - 14
+    calls.clear()
+    found = open_reference(state, cfg, False, lambda: calls.append(0))
+    assert torch.equal(found, whole) and len(calls) == 2 and found.isfinite().all()
+    again = open_reference(state, cfg, True, lambda: None)
+    assert torch.equal(again, whole), "a run that continues reads it"
+    state.run = "another"
+    with pytest.raises(CheckpointError):
+        open_reference(state, cfg, True, lambda: None)
+    state.start_digest = "other weights"
+    with pytest.raises(CheckpointError):
+        open_reference(state, cfg, False, lambda: None)
+
+
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_run_continues_at_its_next_pair_with_the_same_reference(
+    parts: Path, dataset: Path, pairs: Path, tmp_path: Path
+) -> None:
+    keys = "stage=prefer", "optim.lr=3e-3", "optim.schedule=constant", "optim.warmup_ratio=0"
+    common = f"data.path={pairs}", *COMMON, *keys
+    train.train(make_config(parts, dataset, tmp_path / "whole", *common))
+    for steps in (2, 3):
+        train.train(make_config(parts, dataset, tmp_path / "parts", *common, f"max_steps={steps}"))
+    whole, found = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
+    compared = "step", "loss", "grad_norm", "pairs", "accuracy", "margin", "reward_chosen", "logp_rejected"
+    assert [[row[key] for key in compared] for row in found] == [[row[key] for key in compared] for row in whole]
+    (tmp_path / "parts" / PAIR_REFERENCE).unlink()
+    with pytest.raises(CheckpointError):
+        train.train(make_config(parts, dataset, tmp_path / "parts", *common, "max_steps=4"))
+
+
+def test_a_validation_finds_of_pairs_what_a_step_does(parts: Path, dataset: Path, pairs: Path, tmp_path: Path) -> None:
+    keys = "global_batch_size=22", "max_steps=1", "optim.lr=0", "val.every=1", f"val.path={pairs}", "val.answers=0"
+    train.train(make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *WHOLE, *keys))
+    (step,), (row,) = rows_of(tmp_path), rows_of(tmp_path, "validation.jsonl")
+    assert row["pairs"] == step["pairs"] == 22
+    for key in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"):
+        assert row[key] == pytest.approx(step[key], rel=1e-5), key
+        assert row["sources"]["pairs"][key] == row[key]
+        assert step["sources"]["pairs"][key] == pytest.approx(step[key], rel=1e-6)
+
+
+def test_padded_pairs_of_a_whole_model_without_a_reference(
+    parts: Path, dataset: Path, pairs: Path, tmp_path: Path
+) -> None:
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *WHOLE, "pack=false")
+    forms = {"SimPO": FORMS["SimPO"]}
+    assert_plain(cfg, *last_step(single_world(), cfg, forms), forms)
