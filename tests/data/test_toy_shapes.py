@@ -13,7 +13,7 @@ from PIL import Image
 
 from llava_fsdp.config import Source
 from llava_fsdp.data import toy_shapes
-from llava_fsdp.data.toy_shapes import PLACES, Scene, draw_shapes, ensure_shapes, questions
+from llava_fsdp.data.toy_shapes import COLOURS, PLACES, Scene, draw_shapes, ensure_shapes, preferences, questions
 from llava_fsdp.runtime.errors import DataError
 
 SMALL: dict[str, Any] = {"train_pictures": 12, "heldout_pictures": 4}
@@ -107,6 +107,15 @@ def test_shapes_are_drawn_only_where_they_are_trained_on(tmp_path: Path, monkeyp
     drawn: list[Path] = []
     monkeypatch.setattr(toy_shapes, "ensure_shapes", drawn.append)
     for source in Source:
-        cfg: Any = SimpleNamespace(source=source, root=str(tmp_path / "there"))
+        cfg: Any = SimpleNamespace(source=source, root=str(tmp_path / "there"), pairs=False)
         draw_shapes(cfg)
     assert drawn == [tmp_path / "there"]
+
+
+def test_pairs_have_the_colour_of_the_caption_and_another_one(tmp_path: Path) -> None:
+    ensure_shapes(tmp_path, **SMALL)
+    captions, pairs = rows(tmp_path, "captions"), preferences(rows(tmp_path, "captions"))
+    assert [own["image"] for own in pairs] == [own["image"] for own in captions]
+    for caption, own in zip(captions, pairs, strict=True):
+        assert f" {own['chosen']} " in caption["conversations"][1]["value"]
+        assert own["rejected"] in COLOURS and own["rejected"] != own["chosen"]
