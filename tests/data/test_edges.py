@@ -185,6 +185,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         world_size=3,
         seed=5,
         drops=True,
+        has_pairs=False,
         sources=["a", "b"],
         ends=np.array([2, 3]),
         cut=None,

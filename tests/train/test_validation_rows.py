@@ -157,6 +157,7 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
             sampler=SimpleNamespace(source=lambda number: (0, 1, 0)[number], per_epoch=3),
         ),
         state=SimpleNamespace(parallelism=SimpleNamespace(ranks_per_loss=2)),
+        cfg=SimpleNamespace(data=SimpleNamespace(pairs=False)),
     )  # fmt: skip
     assert Validation.measure_losses(held) == [loss_sum(7.0, 8), loss_sum(5.0, 4)] and len(paused) == 3
 

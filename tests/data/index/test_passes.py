@@ -448,7 +448,7 @@ def test_what_is_said_of_a_cut(cut: int, labels: int, whole: int, kinds: list[Ki
     found: list[tuple[str, str]] = []
     made: Any = SimpleNamespace(
         sample=SimpleNamespace(positions_cut=cut, num_labels=labels),
-        whole=SimpleNamespace(input_ids=range(10 + cut), num_labels=whole),
+        whole=SimpleNamespace(longest=10 + cut, num_labels=whole),
     )
 
     def tell(kind: Kind, reason: str) -> None:

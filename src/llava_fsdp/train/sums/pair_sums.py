@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +51,13 @@ def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNu
     rows = [values[begin : begin + COLUMNS] for begin in range(0, len(values), COLUMNS)]
     found = {name: pair_numbers(row) for name, row in zip(names, rows, strict=True)}
     return found | {ALL: pair_numbers([sum(column) for column in zip(*rows, strict=True)])}
+
+
+def joined(numbers: Iterable[PairNumbers | None]) -> PairNumbers | None:
+    """Return the means over the pairs of several sources; None without pairs."""
+    rows = [asdict(own) for own in numbers if own is not None]
+    sums = [sum(row["pairs"] * (1 if key == "pairs" else row[key]) for row in rows) for key in (rows or [{}])[0]]
+    return pair_numbers(sums) if sums else None
 
 
 def losses_by_source(numbers: dict[str, PairNumbers | None]) -> dict[str, float | None]:

@@ -34,7 +34,7 @@ from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import PairNumbers, StepResult, TrainState
 from llava_fsdp.train.sums.pair_step import PairStep
-from llava_fsdp.train.sums.pair_sums import ALL, numbers_by_source
+from llava_fsdp.train.sums.pair_sums import joined, numbers_by_source
 from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
@@ -83,8 +83,6 @@ class Validation(RunEvents):
         self.held_out = held_out
         self.cfg = cfg
         self.metric = metric or choose_metric(cfg, None)
-        self.pairs: PairNumbers | None = None
-        """What the last validation found of all pairs."""
         self.last_step = state.loader.total_steps
         self.watchdog = watchdog
         self.events = events
@@ -170,7 +168,6 @@ class Validation(RunEvents):
         if pairs is not None:
             values = sum_over_ranks(pairs.sums.values).flatten().tolist()
             numbers = numbers_by_source(values, self.held_out.names)
-            self.pairs = numbers[ALL]
             return [
                 LossSum(0.0, count, 0, numbers[name])
                 for name, count in zip(self.held_out.names, label_counts, strict=True)
@@ -196,8 +193,6 @@ class Validation(RunEvents):
             scores[names[question.source]].append(answer.score)
             answer_rows.append({"source": names[question.source], **answer_row(question, answer)})
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
-        if self.pairs is not None:
-            row |= {"loss": finite(self.pairs.loss), **pair_columns(self.pairs)}
         row["metric"] = self.metric.name if questions else None
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
         cut = sum(answer.is_thought_cut for answer in answers)
@@ -217,8 +212,10 @@ class Validation(RunEvents):
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
     """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers. Losses and
     scores are by data source."""
-    sums = (sum(getattr(own, name) for own in losses.values()) for name in ("label_tokens", "weight"))
-    all_sources = LossSum(sum(own.total for own in losses.values()), *sums)
+    total, labels, weight = (
+        sum(getattr(own, name) for own in losses.values()) for name in ("total", "label_tokens", "weight")
+    )
+    all_sources = LossSum(total, labels, weight, joined(own.pairs for own in losses.values()))
     return {
         "step": step,
         **all_sources.row,
