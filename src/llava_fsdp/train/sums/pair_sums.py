@@ -56,7 +56,8 @@ def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNu
 def joined(numbers: Iterable[PairNumbers | None]) -> PairNumbers | None:
     """Return the means over the pairs of several sources; None without pairs."""
     rows = [asdict(own) for own in numbers if own is not None]
-    sums = [sum(row["pairs"] * (1 if key == "pairs" else row[key]) for row in rows) for key in (rows or [{}])[0]]
+    keys = list(rows[0]) if rows else []
+    sums = [float(sum(row["pairs"] * (1 if key == "pairs" else row[key]) for row in rows)) for key in keys]
     return pair_numbers(sums) if sums else None
 
 
