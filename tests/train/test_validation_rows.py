@@ -91,16 +91,21 @@ def test_an_answer_has_the_first_picture_of_its_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "expected"),
-    [(8, 640, 8), (8, 639, 7), (8, 160, 2), (8, 159, 1), (8, 79, 1), (8, 10, 1), (3, 640, 3)],
-)
+    ("alone", "batch", "tokens", "expected"),
+    [
+        (False, 8, 640, 8), (False, 8, 639, 7), (False, 8, 160, 2), (False, 8, 159, 1), (False, 8, 79, 1),
+        (False, 8, 10, 1), (False, 3, 640, 3), (True, 8, 640, 1),
+    ],
+)  # fmt: skip
 def test_questions_and_answers_have_half_of_the_tokens_of_a_training_row(
-    batch: int, tokens: int, expected: int
+    alone: bool, batch: int, tokens: int, expected: int
 ) -> None:
-    """The longest question has 30 tokens, and an answer up to 10; at least one question is answered at a time."""
+    """The longest question has 30 tokens, and an answer up to 10; at least one question is answered at a time, and no
+    more if padding would change the answers."""
     questions = [SimpleNamespace(sample=SimpleNamespace(input_ids=[0] * length)) for length in (5, 30, 7)]
     val = SimpleNamespace(batch_size=batch, max_new_tokens=10)
-    generator: Any = SimpleNamespace(questions=questions, cfg=SimpleNamespace(val=val, rank_tokens=tokens))
+    cfg = SimpleNamespace(val=val, rank_tokens=tokens)
+    generator: Any = SimpleNamespace(questions=questions, cfg=cfg, alone=alone)
     rows: Any = AnswerGenerator.rows
     assert rows.fget(generator) == expected
 
