@@ -216,6 +216,15 @@ def test_the_end_of_an_answer_is_the_generated_one(tmp_path: Path) -> None:
     assert [encode.tokenizer.name(int(own)) for own in sample.input_ids[differs]] == ["<|end|>"]
 
 
+def test_the_end_of_an_answer_stays_learnt_where_the_next_one_is_tokenized_apart(tmp_path: Path) -> None:
+    """With a template in which it is the last special token before the next answer."""
+    form = open_form(OF_FAMILIES["family_roles"], tmp_path)
+    encode = ExactEncoder(form.tokenizer, form, rows_of, UNLIMITED, TooLong.fail, teaching=TRAIN)
+    turns = (ASK, Turn("gpt", "red"), ASK, Turn("gpt", "\n\nblue"))
+    (sample,) = encode.samples(record(*turns), UNLIMITED)
+    assert learnt(sample, encode) == ["red</s>", "\n\nblue</s>"]
+
+
 def test_an_answer_that_is_not_to_be_learnt_has_no_labels(tmp_path: Path) -> None:
     encode = coder("qwen3", tmp_path)
     turns = [replace(turn, learnt=turn.text != "red") for turn in LOOP]

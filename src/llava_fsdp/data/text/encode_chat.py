@@ -101,15 +101,17 @@ def encode_chat(
             spans = [(a + moved, b + moved) if a >= after else (a, b) for a, b in spans]
             is_apart = True
             own = [not chat.is_context(token, begin) for token in answer]
-            marked = np.concatenate([marked[:first], np.zeros(len(prompt), bool), np.array(own, bool), marked[after:]])
+            # the first token of the prompt's end may be the one that ends the answer before: it keeps its label
+            kept, rest = first + 1, len(prompt) - 1
+            marked = np.concatenate([marked[:kept], np.zeros(rest, bool), np.array(own, bool), marked[after:]])
             if kinds is not None:
                 own_kinds = chat.kinds_of([begin + token.begin for token in answer])
                 assert own_kinds is not None
-                kinds = np.concatenate([kinds[:first], np.zeros(len(prompt), np.int8), own_kinds, kinds[after:]])
+                kinds = np.concatenate([kinds[:kept], np.zeros(rest, np.int8), own_kinds, kinds[after:]])
             if weights is not None and chat.weights is not None:
                 own_weights = token_weights([t.begin for t in answer], [t.end for t in answer], chat.weights[begin:])
-                zeros = np.zeros(len(prompt), np.int32)
-                weights = np.concatenate([weights[:first], zeros, own_weights, weights[after:]])
+                zeros = np.zeros(rest, np.int32)
+                weights = np.concatenate([weights[:kept], zeros, own_weights, weights[after:]])
     found = np.array(ids, dtype=np.int64)
     if weights is not None:
         marked &= weights > 0
