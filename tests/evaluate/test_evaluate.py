@@ -425,6 +425,7 @@ def test_every_source_has_a_score_of_its_own(
             (path,) = question.images
             with Image.open(str(path)) as image:
                 seen.append((blank, [image.convert("RGB").getpixel((0, 0))]))  # type: ignore[list-item]
+        self.thoughts_cut = [False for _ in asked]
         return ["dog" if blank else "Cat" for _ in asked]
 
     monkeypatch.setattr(Assistant, "__init__", lambda self, *given, **named: None)

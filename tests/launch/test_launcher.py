@@ -154,7 +154,7 @@ def test_help_has_the_value_and_meaning_of_every_key() -> None:
 
 def test_completions() -> None:
     assert completions("tr", "tr") == ["train"]
-    assert completions("train", "stage=pre") == ["stage=pretrain"]
+    assert completions("train", "stage=pret") == ["stage=pretrain"]
     assert completions("train", "optim.l") == ["optim.lr="]
     assert "sharding=" in completions("plan", "sh") and completions("report", "x") == []
 

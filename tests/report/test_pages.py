@@ -17,7 +17,7 @@ from llava_fsdp.plan.show import scaling_page
 from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report import main as report
-from llava_fsdp.report.charts.downsample import History, Point
+from llava_fsdp.report.charts.downsample import Point, RunHistory
 from llava_fsdp.report.charts.html import table
 from llava_fsdp.report.charts.svg import Chart, Line, draw
 from llava_fsdp.report.compare_page import best_of, comparison_page
@@ -262,7 +262,7 @@ def test_the_loss_of_a_source_is_the_mean_of_the_same_steps(tmp_path: Path) -> N
 
 def test_results_at_the_top_of_a_page(tmp_path: Path) -> None:
     row = {"label_tokens": 1, "tokens": 500, "samples": 3, "seconds": 4.0, "data_seconds": 1.0, "mfu": 0.25}
-    run = RunRecord(tmp_path, "run", History(window=3), status={"status": "running"})
+    run = RunRecord(tmp_path, "run", RunHistory(window=3), status={"status": "running"})
     for step, loss in enumerate((4.0, 2.0), start=1):
         run.history.add({"step": step, "loss": loss, **row, "peak_memory_bytes": 3 << 30, "tokens_per_second": 125.0})
     run.starts = [{"step": 0, "total_steps": 32, "planned_peak": 4 << 30}]

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.time.mfu import Utilization
-from llava_fsdp.report.charts.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
+from llava_fsdp.report.charts.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, RunHistory, mean_loss
 from llava_fsdp.report.run_reader import RunRecord, own_overrides, thin_out, validations_until
 from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import RowWriter
@@ -96,7 +96,7 @@ def test_curves_and_sums_of_a_history() -> None:
         "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
         "unlabelled",
     }  # fmt: skip
-    history = History()
+    history = RunHistory()
     for step in range(1, 4):
         history.add({"step": step, **{name: step * (n + 1) for n, name in enumerate(SUMS)}})
     assert history.sums == {name: 6 * (n + 1) for n, name in enumerate(SUMS)}
@@ -104,7 +104,7 @@ def test_curves_and_sums_of_a_history() -> None:
 
 def test_the_lowest_loss_is_that_of_a_whole_window() -> None:
     """The first of equal ones; before there is a window, the mean of what there is."""
-    history = History()
+    history = RunHistory()
     for step in range(1, WINDOW):
         history.add({"step": step, "loss": 1.0 if step < WINDOW - 1 else 2.0})
     assert history.lowest is None and history.lowest_loss == (history.loss, WINDOW - 1)
@@ -114,7 +114,7 @@ def test_the_lowest_loss_is_that_of_a_whole_window() -> None:
 
 
 def test_steps_and_sources_that_are_named_have_an_end() -> None:
-    history = History()
+    history = RunHistory()
     many = {f"s{n}": {"loss": 1.0, "label_tokens": n} for n in range(MOST_SOURCES + 3)}
     for step in range(1, MOST_SKIPS + 4):
         history.add({"step": step, "skipped": True, "sources": many})
@@ -126,7 +126,7 @@ def test_steps_and_sources_that_are_named_have_an_end() -> None:
 
 
 def test_a_mean_is_of_the_second_half() -> None:
-    history = History()
+    history = RunHistory()
     for step, value in enumerate((9.0, 8.0, 1.0, 2.0, 3.0), 1):
         history.add({"step": step, "seconds": value})
     assert history.mean("seconds") == 2.0 and history.most("seconds") == 9.0

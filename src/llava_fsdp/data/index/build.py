@@ -575,7 +575,9 @@ def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> 
         for name in (FIRST_TURN, LAST_TURN):
             (staged / f"{name}.npy").unlink()
     (staged / f"{ROW_COUNTS}.npy").unlink()
-    labels, weights = (np.load(staged / f"{name}.npy", mmap_mode="r") for name in ("labels", LABEL_WEIGHT))
+    labels, weights = (
+        np.load(staged / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("labels", LABEL_WEIGHT)
+    )
     blocks = (slice(begin, begin + BLOCK) for begin in range(0, len(labels), BLOCK))
     if all((labels[block].astype(np.int64) * FULL_WEIGHT == weights[block]).all() for block in blocks):
         (staged / f"{LABEL_WEIGHT}.npy").unlink()
