@@ -103,6 +103,7 @@ def render(manifest: Manifest) -> bytes:
         },
     }
     lines = ",\n".join(f"{json.dumps(key)}: {one_item_per_line(value)}" for key, value in values.items())
+    # with_digest adds the last key, `digest`, and the closing brace
     return with_digest(b"{" + lines.encode())
 
 

@@ -75,8 +75,18 @@ def pack_step(
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Distribute samples over bins with `place_by_cost` or, if that finds no room for a sample, with `place_by_length`;
-    then fill empty bins. Return None if neither finds room for all."""
+    """Distribute samples over bins with `place_by_cost` or, if that finds no room for a sample, with `place_by_length`.
+    Then move a sample from a bin with several to each empty bin.
+
+    Args:
+        tokens: number of tokens of each sample, int64 [samples].
+        work: cost of each sample, float64 [samples].
+        bins: number of bins.
+        most_tokens: the most tokens that fit into a bin.
+
+    Returns:
+        The bin of each sample, int64 [samples]; None if neither way finds room for all samples.
+    """
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)

@@ -52,8 +52,8 @@ class Records:
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _count(self) -> int:
-        """Count the records with each kind of problem and the skipped ones; return the number of the samples of those
-        to train on."""
+        """Count the records with each kind of problem and the skipped ones; return how many samples the records to
+        train on make."""
         dropped_bits = mask(*self.dropped_kinds)
         too_long_bits = dropped_bits & BITS[Kind.too_long]
         wrong_bits = dropped_bits & ~too_long_bits
@@ -61,7 +61,8 @@ class Records:
         for begin, flags in self.index.blocks():
             for kind in Kind:
                 self.counts[kind] += int(np.count_nonzero(flags & BITS[kind]))
-            # a record that is skipped for its length is not truncated, and has lost no label
+            # A too-long record may be noted as one without labels only because its labels stand behind the place where
+            # it would be truncated. It is skipped instead, so it counts as too long, not as wrong.
             counted_bits = np.where(flags & too_long_bits, wrong_bits & ~BITS[Kind.no_labels], wrong_bits)
             self.num_wrong += int(np.count_nonzero(flags & counted_bits.astype(np.uint32)))
             is_kept = (flags & dropped_bits) == 0

@@ -133,8 +133,8 @@ def name_modules(whole: nn.Module, output: str, layer: nn.Module, into: nn.Modul
 
 
 def replace_modules(whole: nn.Module, named: nn.Module) -> None:
-    """Replace the modules of a class, in place, by those that another module holds under the same names
-    (`name_modules`)."""
+    """Replace modules of the model `whole`, of a class of transformers, in place: each module of `named`, which
+    `name_modules` has filled, takes the place of the one with the same name. Other modules of `whole` stay."""
     for name, child in named.named_children():
         if isinstance(child, Named):
             replace_modules(whole.get_submodule(name), child)

@@ -42,6 +42,8 @@ class DeviceStaging:
         self.load(0)
 
     def fetch(self, number: int) -> list[State]:
+        """Return the moments of each piece of bucket `number`, in a device buffer, and begin to copy the next bucket.
+        On a GPU, kernels that are launched after this call wait until bucket `number` is copied."""
         self.load(number + 1)
         if self.streams is not None:
             self.streams.wait_loaded(number)
