@@ -110,9 +110,13 @@ class ClassAssistant:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
         if len(questions) > 1 and self.alone:
-            found = [(*self.answers([one], max_new_tokens, blank), *self.thoughts_cut) for one in questions]
-            self.thoughts_cut = [is_cut for _, is_cut in found]
-            return [text for text, _ in found]
+            written: list[str] = []
+            thoughts_cut: list[bool] = []
+            for question in questions:
+                written += self.answers([question], max_new_tokens, blank)
+                thoughts_cut += self.thoughts_cut
+            self.thoughts_cut = thoughts_cut
+            return written
         rows = []
         for question in questions:
             images = [self.load_image(path, question.where) for path in question.images]
