@@ -103,10 +103,11 @@ def test_each_answer_is_taught_behind_its_prompt(name: str, count: int, tmp_path
             refused += 1
             continue
         judge.check(record, samples)
-    assert judge.counts["answers"] and refused < 0.9 * count
+    assert count < MANY or (judge.counts["answers"] and refused < 0.9 * count)
     assert not judge.counts["trl differs"] or name in TRL_DIFFERS, judge.only_trl
     assert not judge.counts["trl writes another text"] or name in TRL_WRITES_OTHER
-    assert count < MANY or name not in CHANGED or judge.counts["trl equal"] or judge.form.features.opener
+    compared = judge.counts["answers"] - judge.counts["rule 2 or 3"]  # TRL has no labels for the others
+    assert count < MANY or name not in CHANGED or judge.counts["trl equal"] or not compared
     assert count < MANY or not CANNOT.get(name) or refused
 
 
