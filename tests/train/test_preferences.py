@@ -81,7 +81,7 @@ def first_weights(world: World, cfg: Config) -> Weights:
 
 
 def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found, forms: dict[str, PrefConfig]) -> None:
-    """Losses and every gradient are those of transformers' class, within 1e-5 of the largest of their parameter."""
+    """Losses and every gradient are those of transformers' class, within 2e-5 of the largest of their parameter."""
     steps = begin(single_world(), cfg).loader.steps
     model, reference = class_of(cfg, weights), class_of(cfg, first_weights(single_world(), cfg))
     for name, pref in forms.items():
@@ -100,7 +100,7 @@ def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found
         assert set(own) <= set(gradients) and own
         for key, gradient in own.items():
             worst = (gradient - gradients[key]).abs().max() / (gradients[key].abs().max() + 1e-3)
-            assert float(worst) < 1e-5, f"{name}: {key}"
+            assert float(worst) < 2e-5, f"{name}: {key}"
 
 
 @pytest.fixture(scope="module")
