@@ -47,12 +47,14 @@ def pair(dice: random.Random, number: int) -> dict[str, Any]:
 
 
 def class_of(cfg: Config, weights: Weights) -> LlavaForConditionalGeneration:
-    """transformers' class with these weights, by our names; adapters are merged into theirs."""
+    """transformers' class in float64 with these weights, by our names; adapters are merged into theirs. In float32 its
+    own rounding would be as large as that of what is compared: gradients of both answers nearly cancel each other."""
     language, vision = (AutoConfig.from_pretrained(own) for own in (cfg.model.language, cfg.model.vision))
     config = LlavaConfig(vision_config=vision, text_config=language, image_token_id=IMAGE_TOKEN)
     config.text_config.vocab_size = language.vocab_size
     with torch.device("cpu"):
-        model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float64, attn_implementation="eager")
+    weights = {name: value.double() for name, value in weights.items()}
     merged = {name.replace(".base_layer", ""): value for name, value in weights.items() if ".lora_" not in name}
     for name in (name for name in weights if ".lora_B" in name):
         scale = cfg.model.lora.alpha / cfg.model.lora.r
@@ -78,7 +80,7 @@ class PlainPairs:
     def log_probabilities(self, model: torch.nn.Module, sample: Sample, pictures: Sequence[np.ndarray]) -> torch.Tensor:
         """Of the tokens of one answer, [tokens]."""
         table = torch.from_numpy(self.steps.image_reader.preprocessor.pixel_table())
-        pixels = normalize(torch.from_numpy(np.concatenate(pictures)), table) if pictures else None
+        pixels = normalize(torch.from_numpy(np.concatenate(pictures)), table).double() if pictures else None
         ids = torch.from_numpy(sample.input_ids)[None]
         logits = model(input_ids=torch.where(ids == IMAGE_ID, IMAGE_TOKEN, ids), pixel_values=pixels).logits[0, :-1]
         labels = torch.from_numpy(sample.labels[1:])
@@ -108,7 +110,7 @@ def of_adapters(gradients: Weights, weights: Weights, cfg: Config) -> Weights:
     for name in (name for name in weights if ".lora_B" in name):
         other = name.replace("lora_B", "lora_A")
         own = gradients[f"{name.partition('.lora_B')[0]}.weight"]
-        found |= {name: scale * own @ weights[other].t(), other: scale * weights[name].t() @ own}
+        found |= {name: scale * own @ weights[other].to(own).t(), other: scale * weights[name].to(own).t() @ own}
     return found
 
 

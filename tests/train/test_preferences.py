@@ -35,7 +35,9 @@ ADAPTERS = ("stage=prefer_lora", "model.lora.r=5", "model.lora.alpha=10")
 WHOLE = ("stage=prefer", "pref.reference=none", "optim.lr=3e-3")
 FORMS = {
     "DPO": PrefConfig(beta=0.5),
-    "conservative DPO": PrefConfig(beta=0.5, label_smoothing=0.1),
+    # With beta=0.5 margins come near log(9), where this loss is least: its gradient is then the small difference of
+    # large numbers, and float32 cannot give it within 1e-5.
+    "conservative DPO": PrefConfig(beta=0.1, label_smoothing=0.1),
     "robust DPO": PrefConfig(form=PairForm.robust, label_smoothing=0.2),
     "SLiC": PrefConfig(form=PairForm.hinge, beta=0.3),
     "IPO": PrefConfig(form=PairForm.ipo, per_token=True),
@@ -81,7 +83,7 @@ def first_weights(world: World, cfg: Config) -> Weights:
 
 
 def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found, forms: dict[str, PrefConfig]) -> None:
-    """Losses and every gradient are those of transformers' class, within 2e-5 of the largest of their parameter."""
+    """Losses and every gradient are those of transformers' class, within 1e-5 of the largest of their parameter."""
     steps = begin(single_world(), cfg).loader.steps
     model, reference = class_of(cfg, weights), class_of(cfg, first_weights(single_world(), cfg))
     for name, pref in forms.items():
@@ -100,7 +102,7 @@ def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found
         assert set(own) <= set(gradients) and own
         for key, gradient in own.items():
             worst = (gradient - gradients[key]).abs().max() / (gradients[key].abs().max() + 1e-3)
-            assert float(worst) < 2e-5, f"{name}: {key}"
+            assert float(worst) < 1e-5, f"{name}: {key}"
 
 
 @pytest.fixture(scope="module")
