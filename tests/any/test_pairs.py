@@ -12,6 +12,7 @@ from harness import RankPool, single_world
 from loaders import agreed_steps
 from pair_data import pair_loss
 from steps import begin
+from torch.distributed.tensor import DTensor
 from whole_models import IGNORE, WholeModel, assert_same_gradients, example_of, named
 
 from llava_fsdp.config import Config, PrefConfig
@@ -47,7 +48,7 @@ def gradients_of(world: World, cfg: Config) -> tuple[float, dict[str, torch.Tens
     sums = SourceSums(step.facts, state.loader.device), ExpertSums(state.routers, step.facts, 0.0, state.loader.device)
     loss = sum_over_ranks(run_micro_batches(state, step, 1.0, *sums, PairStep(cfg, state.loader.device)))
     found = {named(name): p.grad for name, p in state.model.named_parameters() if p.grad is not None}
-    return float(loss), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}  # type: ignore[union-attr]
+    return float(loss), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
 def log_probabilities(peer: Any, model: WholeModel, record: dict[str, Any]) -> torch.Tensor:

@@ -76,6 +76,17 @@ class Answerer(Protocol):
         ...
 
 
+def one_by_one(answerer: Answerer, questions: list[Question], max_new_tokens: int, blank: bool) -> list[str]:
+    """Let a model answer each question in a batch of its own (`Answerer.answers`)."""
+    written: list[str] = []
+    thoughts_cut: list[bool] = []
+    for question in questions:
+        written += answerer.answers([question], max_new_tokens, blank)
+        thoughts_cut += answerer.thoughts_cut
+    answerer.thoughts_cut = thoughts_cut
+    return written
+
+
 def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
     """Raise DataError if a conversation with images has another number of image tags. The message begins with
     `where`."""

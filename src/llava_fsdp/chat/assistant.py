@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llava_fsdp.chat.answerer import Question, check_tags, out_of_memory, too_long
+from llava_fsdp.chat.answerer import Question, check_tags, one_by_one, out_of_memory, too_long
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.chat.open_model import choose_dtype, open_model
 from llava_fsdp.config import AspectRatio
@@ -131,13 +131,7 @@ class Assistant:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
         if len(questions) > 1 and self.alone:
-            written: list[str] = []
-            thoughts_cut: list[bool] = []
-            for question in questions:
-                written += self.answers([question], max_new_tokens, blank)
-                thoughts_cut += self.thoughts_cut
-            self.thoughts_cut = thoughts_cut
-            return written
+            return one_by_one(self, questions, max_new_tokens, blank)
         prompts: list[np.ndarray] = []
         all_images: list[LoadedImage] = []
         for question in questions:

@@ -228,8 +228,9 @@ def recomputed_loss(
     for chunk, own in pieces:
         # the backward pass calls `whole_loss` again, which then adds the losses to this collector a second time
         chunk_collector = LossCollector() if collector is not None else None
-        arguments = chunk, weight, own.ids, chunk_collector, change, own.weights
-        total = total + checkpoint(whole_loss, *arguments, use_reentrant=False)
+        total = total + checkpoint(
+            whole_loss, chunk, weight, own.ids, chunk_collector, change, own.weights, use_reentrant=False
+        )
         if collector is not None and chunk_collector is not None:
             collector.chunks += chunk_collector.chunks
     return total

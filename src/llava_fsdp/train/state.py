@@ -151,7 +151,7 @@ class StepResult:
     expert_load: ExpertLoad | None = None
     """None without watched routers."""
     pairs: dict[str, PairNumbers | None] | None = None
-    """Of pairs (`data.pairs`): what is reported of them, by data source, and of all sources under `pair_sums.ALL`; None
-    for a source without pairs in this step."""
+    """What is reported of pairs (`data.pairs`), by data source, and of all sources under `pair_sums.ALL`; None for a
+    source without pairs in this step."""
     data_seconds: float = 0.0
     """Seconds that this rank waited for the step's data. Differs between ranks."""

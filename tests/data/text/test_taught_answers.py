@@ -87,8 +87,9 @@ def is_known(name: str, reason: str) -> bool:
     return any(part in reason for what in CANNOT.get(name, ()) for part in REASONS[what])
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_after(len(QUICK), ORDER))
+@pytest.mark.parametrize(
+    ("name", "count"), slow_after(len(QUICK), [*((name, FEW) for name in QUICK), *((name, MANY) for name in ORDER)])
+)
 def test_each_answer_is_taught_behind_its_prompt(name: str, count: int, tmp_path: Path) -> None:
     """Of random conversations; what the template cannot show is refused by name, all else is exact."""
     encode, judge = opened(name, tmp_path)
@@ -103,7 +104,7 @@ def test_each_answer_is_taught_behind_its_prompt(name: str, count: int, tmp_path
             refused += 1
             continue
         judge.check(record, samples)
-    assert count < MANY or (judge.counts["answers"] and refused < 0.9 * count)
+    assert judge.counts["answers"] and refused < 0.9 * count
     assert not judge.counts["trl differs"] or name in TRL_DIFFERS, judge.only_trl
     assert not judge.counts["trl writes another text"] or name in TRL_WRITES_OTHER
     compared = judge.counts["answers"] - judge.counts["rule 2 or 3"]  # TRL has no labels for the others

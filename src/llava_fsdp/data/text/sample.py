@@ -68,8 +68,8 @@ class Sample:
     turns: tuple[int, int] | None = None
     """Indices of the turns of the first and the last answer that have labels, if the record gives several samples."""
     rejected: "Sample | None" = None
-    """Of a pair: the same prompt with the rejected answer. The other fields are of the prompt with the chosen one, but
-    for `positions_cut` and `labels_cut`, which count both."""
+    """The prompt with the rejected answer, if the sample is a pair. The other fields are then those of the prompt with
+    the chosen answer, except `positions_cut` and `labels_cut`, which count both."""
 
     @property
     def parts(self) -> "list[Sample]":

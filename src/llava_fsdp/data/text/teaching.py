@@ -44,8 +44,8 @@ class Teaching:
         """Undo `str`; None for a text that it did not write."""
         try:
             thoughts, empty, history, answers, *weights = (text or "").split(" ")
-            own = Thoughts(thoughts), EmptyThoughts(empty), History(history), Answers(answers)
-            return cls(*own, *map(LabelWeights, weights[:1]))
+            taught = LabelWeights(weights[0]) if weights else LabelWeights.use  # older runs wrote no weights
+            return cls(Thoughts(thoughts), EmptyThoughts(empty), History(history), Answers(answers), taught)
         except ValueError:
             return None
 

@@ -146,8 +146,8 @@ class ChatTemplate:
 
     @cached_property
     def _stop(self) -> str:
-        """The text that ends an answer, by the layout of plain conversations (see `answer_end`). Raises Unfit if there
-        is none."""
+        """The text that ends an answer, by the layout of plain conversations (see `answer_end`). Raises Unfit if
+        the template writes no such text."""
         _, frames = self.marked("hg")
         try:
             _, longer = self.marked("hghg")

@@ -50,7 +50,7 @@ class LossSum:
     label_tokens: int
     weight: int
     pairs: PairNumbers | None = None
-    """Of pairs: their mean loss, which then counts, and what else is reported of them."""
+    """Means over the pairs, if samples are pairs: their mean loss is then the loss of the validation."""
 
     @property
     def row(self) -> dict[str, Any]:
