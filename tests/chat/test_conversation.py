@@ -50,7 +50,7 @@ class Answers:
     def prepare_images(self, images: list[LoadedImage]) -> list[LoadedImage]:
         return list(images)
 
-    def stream(self, turns: list[Turn], images: Any, sampling: Any, generator: Any) -> Generator[str, None, bool]:
+    def stream(self, turns: list[Turn], *_: Any) -> Generator[str, None, bool]:
         text = turns[-1].text.replace(IMAGE_TAG, "").strip()
         yield text[:1]
         if "fail" in text:
@@ -349,7 +349,7 @@ def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypa
     monkeypatch.setattr(module, "write_tokens", write)
     monkeypatch.setattr(module, "DynamicCache", lambda **_: None)
     own: Any = SimpleNamespace(
-        encode_question=lambda turns, images, where: (np.arange(len(turns)), images), max_tokens=9,
+        encode_question=lambda turns, images, *_: (np.arange(len(turns)), images), max_tokens=9,
         new_text=lambda: SimpleNamespace(close=lambda: "", text="", ended=False, is_thought_cut=True),
         to_device=lambda ids, images, blank: (ids, ()), device=torch.device("cpu"),
         model=SimpleNamespace(language=SimpleNamespace(config=None)), alone=False,

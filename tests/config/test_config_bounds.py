@@ -153,8 +153,8 @@ def configuration(name: str) -> Any:
             return SweepKeys(metric=SweepMetric.loss, last_steps=1)
         case "chat":
             return ChatConfig(
-                model=model, image=None, question=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=None,
-                serve=False, host="", port=1, max_upload_mb=1, max_images=1, thoughts=ShownThoughts.hide,
+                model=model, image=None, question=None, messages=None, max_new_tokens=1, temperature=0.0, top_p=1.0,
+                seed=None, serve=False, host="", port=1, max_upload_mb=1, max_images=1, thoughts=ShownThoughts.hide,
             )  # fmt: skip
     assert name == "evaluate"
     return EvaluateConfig(
@@ -352,6 +352,7 @@ def test_what_other_commands_refuse_together() -> None:
         ("chat", chat, [{"question": " "}, {"serve": True}, {"serve": True, "question": None, "image": "a.jpg"}]),
         ("chat", {"image": "a.jpg", "question": ""}, []),
         ("chat", {"serve": True}, []),
+        ("chat", {"messages": "a.json"}, [{"image": "a.jpg"}, {"question": "what?"}, {"serve": True}]),
         (
             "prepare",
             verified,

@@ -467,10 +467,12 @@ def test_an_object_of_another_kind_has_no_questions(task: str, content: dict, ke
         read_questions(config(*keys, f"task={task}", f"questions={tmp_path / 'q.json'}"))
 
 
-def test_a_record_s_system_text_is_asked_with_its_question(tmp_path: Path) -> None:
+def test_a_record_s_system_text_and_tools_are_asked_with_its_question(tmp_path: Path) -> None:
     turns = (Turn("system", "be kind"), Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "d"))
-    question = first_question(Record("data.json", 0, "0", (), turns, False))
-    assert with_paths(question, Path(".")).turns == list(turns[:2]) and question.references == ("b",)
+    tools = ({"type": "function", "function": {"name": "look"}},)
+    question = first_question(Record("data.json", 0, "0", (), turns, False, tools=tools))
+    asked = with_paths(question, Path("."))
+    assert (asked.turns, asked.tools) == (list(turns[:2]), tools) and question.references == ("b",)
 
 
 def test_a_missing_image_is_named_before_any_model_work(keys: list[str], tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.data.images.check import ImageFile
-from llava_fsdp.data.records.record import IMAGE_TAG, Turn
+from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Turn
 from llava_fsdp.data.text.tokens.detokenize import AnswerText
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
@@ -22,13 +21,16 @@ class Question:
     """A question to a vision-language model, with the conversation before it.
 
     Attributes:
-        turns: the conversation, which ends with the question. It has an image tag for each of `images`.
+        turns: the conversation, which ends with the question, or with the results of calls. It has an image tag for
+            each of `images`.
         where: beginning of error messages about the question.
+        tools: the tools that the answer may call (see `Record.tools`).
     """
 
     turns: list[Turn]
     images: list[ImageFile]
     where: str
+    tools: Sequence[dict[str, Any]] = ()
 
 
 class ShownImage(Protocol):
@@ -60,13 +62,18 @@ class Answerer(Protocol):
         ...
 
     def stream(
-        self, turns: Sequence[Turn], images: Sequence[Any], sampling: Sampling, generator: torch.Generator
+        self,
+        turns: Sequence[Turn],
+        images: Sequence[Any],
+        sampling: Sampling,
+        generator: torch.Generator,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> Generator[str, None, bool]:
         """Yield the answer to a conversation's last question in pieces, one after every token. Return whether the model
-        ended it."""
+        ended it. `tools`: those that the answer may call."""
         ...
 
-    def load_image(self, path: Path, where: str, images: int = 1) -> Any:
+    def load_image(self, path: ImageFile, where: str, images: int = 1) -> Any:
         """Read an image and prepare it. Error messages begin with `where`; `images` is the number of images of the
         conversation."""
         ...
@@ -90,7 +97,7 @@ def one_by_one(answerer: Answerer, questions: list[Question], max_new_tokens: in
 def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
     """Raise DataError if a conversation with images has another number of image tags. The message begins with
     `where`."""
-    tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
+    tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role in READS_IMAGES)
     if images and tags != images:
         raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {images} images")
 

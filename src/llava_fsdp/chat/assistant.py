@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.chat_template.message_parts import media_of
-from llava_fsdp.data.text.conversation import image_order, prompt
+from llava_fsdp.data.text.conversation import image_order, prompt, refuse_tools
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokens.constants import IMAGE_ID
@@ -137,7 +138,7 @@ class Assistant:
         for question in questions:
             num_images = count_images(question.images)
             images = [self.load_image(path, question.where, num_images) for path in question.images]
-            token_ids, images = self.encode_question(question.turns, images, question.where)
+            token_ids, images = self.encode_question(question.turns, images, question.where, question.tools)
             prompts.append(token_ids)
             all_images += images
         length = max(len(token_ids) for token_ids in prompts)
@@ -163,7 +164,12 @@ class Assistant:
 
     @torch.inference_mode()
     def stream(
-        self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
+        self,
+        turns: Sequence[Turn],
+        images: Sequence[LoadedImage],
+        sampling: Sampling,
+        generator: torch.Generator,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> Generator[str, None, bool]:
         """Generate the model's answer to a conversation's last question: after every token, yield the new piece of the
         answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
@@ -176,7 +182,7 @@ class Assistant:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
             OutOfMemory: the conversation does not fit into the device's memory.
         """
-        tokens, images = self.encode_question(turns, images, "the conversation")
+        tokens, images = self.encode_question(turns, images, "the conversation", tools)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - len(tokens)))
         text = self.text = self.new_text()
         prefix = with_image_numbers(tokens, images)
@@ -233,21 +239,25 @@ class Assistant:
         return self.encode_question(turns, images, where)[0]
 
     def encode_question(
-        self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str
+        self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[np.ndarray, list[LoadedImage]]:
         """Tokenize a conversation as a prompt for the model's next answer. Return its token ids, int64 [length], where
         image tokens have the id IMAGE_ID, and its images in the order of their tokens. The given images are in the
-        order of their image tags in `turns`. `where` is the subject of error messages.
+        order of their image tags in `turns`. `where` is the subject of error messages, `tools` are those that the
+        answer may call.
 
         Raises:
-            DataError: tags and images do not match, or the prompt is longer than the model can read.
+            DataError: tags and images do not match, the template writes no tools, or the prompt is longer than the
+                model can read.
         """
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
         form, start_end = self.template, self.model.cfg.image_start_end
         if isinstance(form, ChatTemplate):
-            text = ask_segments(turns, AnswerWriter(form, DEFAULT, self.special_tokens, start_end), media, where)
+            writer = AnswerWriter(form, DEFAULT, self.special_tokens, start_end)
+            text = ask_segments(turns, writer, media, where, tools)
         else:
+            refuse_tools(turns, tools, where)
             text = prompt(list(turns), form, start_end, bool(images), where, media)
         lengths = [len(image.rows) for image in images]
         ids = encode_prompt(text, self.tokenizer, lengths, self.special_tokens, self.template.adds_bos)

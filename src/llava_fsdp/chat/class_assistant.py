@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ class ClassAssistant:
             images = [self.load_image(path, question.where) for path in question.images]
             if blank:
                 images = [self.blank_image(image) for image in images]
-            rows.append(self.encode_question(question.turns, images, question.where))
+            rows.append(self.encode_question(question.turns, images, question.where, question.tools))
         texts = [self.new_text() for _ in rows]
 
         def push(chosen: torch.Tensor) -> bool:
@@ -132,7 +133,12 @@ class ClassAssistant:
         return [text.text for text in texts]
 
     def stream(
-        self, turns: Sequence[Turn], images: Sequence[RgbImage], sampling: Sampling, generator: torch.Generator
+        self,
+        turns: Sequence[Turn],
+        images: Sequence[RgbImage],
+        sampling: Sampling,
+        generator: torch.Generator,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> Generator[str, None, bool]:
         """Generate the model's answer to a conversation's last question: after every token, yield the new piece of the
         answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
@@ -145,7 +151,7 @@ class ClassAssistant:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
             OutOfMemory: the conversation does not fit into the device's memory.
         """
-        sample, pixels = self.encode_question(turns, images, "the conversation")
+        sample, pixels = self.encode_question(turns, images, "the conversation", tools)
         length = len(sample.input_ids)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - length))
         text, stopped = self.new_text(), threading.Event()
@@ -217,17 +223,19 @@ class ClassAssistant:
         colour = np.round(np.array(means) * 255).astype(np.uint8)
         return replace(image, pixels=np.broadcast_to(colour, image.pixels.shape).copy())
 
-    def encode_question(self, turns: Sequence[Turn], images: Sequence[RgbImage], where: str) -> Row:
+    def encode_question(
+        self, turns: Sequence[Turn], images: Sequence[RgbImage], where: str, tools: Sequence[dict[str, Any]] = ()
+    ) -> Row:
         """Tokenize a conversation as a prompt for the model's next answer. Return it with the pixels of its images in
         the order of their tokens. The given images are in the order of their image tags in `turns`. `where` is the
-        subject of error messages.
+        subject of error messages, `tools` are those that the answer may call.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
         """
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
-        segments = ask_segments(turns, self.encoder.writer, media, where)
+        segments = ask_segments(turns, self.encoder.writer, media, where, tools)
         shapes = [
             replace(own.shape, read=lambda own=own: own.pixels) if isinstance(own.shape, Clip) else own.shape
             for own in images

@@ -1,12 +1,13 @@
 """Keep a conversation with a vision-language model, for the terminal chat and the web page."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from llava_fsdp.chat.answerer import Answerer, ShownImage
-from llava_fsdp.data.records.record import IMAGE_TAG, Turn
+from llava_fsdp.chat.answerer import Answerer, Question, ShownImage
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn, count_images
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
 
@@ -35,6 +36,8 @@ class Conversation:
         """Images that were shown to the model, in the order of their tags in `turns`."""
         self.next_images: list[ShownImage] = []
         """Images that will be shown with the next question."""
+        self.tools: Sequence[dict[str, Any]] = ()
+        """The tools that the model may call, as JSON schemas."""
 
     def add(self, path: Path, where: str) -> None:
         """Read an image file, to show it with the next question. Error messages begin with `where`.
@@ -61,12 +64,23 @@ class Conversation:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
             OutOfMemory: the conversation does not fit into memory.
         """
-        turns = [*self.turns, Turn("human", self.with_tags(text))]
+        yield from self.answer([*self.turns, Turn("human", self.with_tags(text))], sampling)
+
+    def go_on(self, question: Question, sampling: Sampling) -> Generator[str, None, None]:
+        """Take over a conversation with its tools, and yield the model's answer to its last turn, as `ask` does."""
+        self.reset()
+        self.tools = question.tools
+        count = count_images(question.images)
+        self.next_images = [self.assistant.load_image(file, question.where, count) for file in question.images]
+        yield from self.answer(question.turns, sampling)
+
+    def answer(self, turns: list[Turn], sampling: Sampling) -> Generator[str, None, None]:
+        """Yield the model's answer to the last turn of the conversation `turns`, and keep both, as `ask` does."""
         images = self.assistant.prepare_images([*self.images, *self.next_images])
         state_before = self.turns, self.images, self.next_images
         self.was_cut = True  # until the model has ended the answer
         answer = ""
-        stream = self.assistant.stream(turns, images, sampling, self.generator)
+        stream = self.assistant.stream(turns, images, sampling, self.generator, self.tools)
         try:
             while True:
                 piece = next(stream)

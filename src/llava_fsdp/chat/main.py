@@ -1,6 +1,7 @@
 """Chat with a trained model about images: `python -m llava_fsdp.chat image=FILE`.
 
-Questions come from the terminal, from `question=...`, or, with `serve=true`, from a page in the browser.
+Questions come from the terminal, from `question=...`, from a file with a conversation (`messages=FILE`), or, with
+`serve=true`, from a page in the browser.
 """
 
 import contextlib
@@ -9,10 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from llava_fsdp.chat.conversation import Conversation
+from llava_fsdp.chat.messages_file import read_messages_file
 from llava_fsdp.chat.open_assistant import open_assistant
 from llava_fsdp.config import ChatConfig, ShownThoughts
 from llava_fsdp.model.generation import Sampling
@@ -31,16 +33,20 @@ Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends th
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line, or chat on the terminal, or serve a web page, as `cfg` says."""
+    """Answer the question given on the command line or the last turn of a file, or chat on the terminal, or serve a
+    web page, as `cfg` says."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # gradio is optional, and takes seconds to import
 
         return serve(cfg)
     images = image_files(cfg.image)
+    question = None if cfg.messages is None else read_messages_file(Path(cfg.messages))
     conversation = Conversation(open_assistant(cfg.model.checkpoint), seed=cfg.seed)
     for path in images:
         conversation.add(path, "image")
     terminal = Terminal(conversation, cfg)
+    if question is not None:
+        return terminal.show(conversation.go_on(question, terminal.sampling))
     if cfg.question is not None:
         return terminal.answer(cfg.question)
     terminal.run()
@@ -85,7 +91,11 @@ class Terminal:
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
         """Print the model's answer to a question while it is generated; stop when `stopped` is set meanwhile."""
-        pieces, text, thought = self.conversation.ask(question, self.sampling), "", None
+        self.show(self.conversation.ask(question, self.sampling), stopped)
+
+    def show(self, pieces: Generator[str, None, None], stopped: threading.Event | None = None) -> None:
+        """Print the pieces of an answer while the conversation yields them; stop when `stopped` is set meanwhile."""
+        text, thought = "", None
         for piece in pieces:
             text += piece
             if thought is None and (thought := self.conversation.thought) is not None and self.shows_thoughts:

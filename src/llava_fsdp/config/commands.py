@@ -195,6 +195,8 @@ class ChatConfig:
     """Path of an image file, or a list of paths: [a.jpg, b.jpg]."""
     question: str | None
     """A single question to answer; null: a conversation in the terminal."""
+    messages: str | None
+    """JSON file with one conversation, whose last turn is answered: a question, or the result of a call."""
     max_new_tokens: int
     """Maximum number of tokens of an answer."""
     temperature: float
@@ -231,6 +233,10 @@ class ChatConfig:
             raise ConfigError(f"seed={self.seed} must be 0 or above, and below 2**63")
         if self.question is not None and not self.question.strip() and self.image is None:
             raise ConfigError("question is empty; write one, or leave it out for a conversation in the terminal")
+        if self.messages is not None and (self.image is not None or self.question is not None or self.serve):
+            raise ConfigError(
+                f"messages={self.messages} has the question and the images; leave image, question and serve out"
+            )
         if self.serve and (self.image is not None or self.question is not None):
             raise ConfigError("serve=true takes images and questions from the page; leave image and question out")
 

@@ -238,7 +238,7 @@ def same_template(requested: str, trained: str) -> bool:
 def with_paths(question: BenchmarkQuestion, folder: Path | RemoteFolder) -> Question:
     """Return a question as the model is asked it, with its images: those in the record itself, others in `folder`."""
     files = [question.inline.get(name) or image_in(folder, name) for name in question.images]
-    return Question(asking(question.system, question.text), files, question.where)
+    return Question(asking(question.system, question.text), files, question.where, question.tools)
 
 
 def model_digest(checkpoint: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.images.check import ImageFile
@@ -46,6 +47,8 @@ class BenchmarkQuestion:
     """Path or URL that the image paths are relative to; None: `data.images`."""
     system: str | None = None
     """Replaces the system text of the model's conversation template; None: that is kept."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The tools that the answer may call (see `Record.tools`)."""
 
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:

@@ -122,6 +122,7 @@ def first_question(record: Record) -> BenchmarkQuestion:
         references=(answer,),
         inline=inline_images(record),
         system=system,
+        tools=record.tools,
     )
 
 

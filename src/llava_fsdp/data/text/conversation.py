@@ -86,18 +86,18 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
     a model's own template refuses or changes the turns."""
     check_turns(record)
     if not isinstance(form, ChatTemplate):
-        refuse_tools(record)
+        refuse_tools(record.turns, record.tools, record.where)
     media = media_of(record.images)
     segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where, media)
     return segments if isinstance(form, ChatTemplate) else [*segments, Segment(form.pattern.end, False)]
 
 
-def refuse_tools(record: Record) -> None:
-    """Raise DataError if a record has tools, calls or thoughts, which LLaVA's templates do not write."""
-    found = "tools" if record.tools else next((name_extra(turn) for turn in record.turns if name_extra(turn)), None)
+def refuse_tools(turns: Sequence[Turn], tools: Sequence[object], where: str) -> None:
+    """Raise DataError if a conversation has tools, calls or thoughts, which LLaVA's templates do not write."""
+    found = "tools" if tools else next((name_extra(turn) for turn in turns if name_extra(turn)), None)
     if found is not None:
         raise DataError(
-            f"{record.where} has {found}, which only a model's own chat template can write; set data.template="
+            f"{where} has {found}, which only a model's own chat template can write; set data.template="
             "chat_template with a model that has one, or take the record out",
             Kind.key_not_obeyed if found == "thoughts" else Kind.wrong_roles,
         )

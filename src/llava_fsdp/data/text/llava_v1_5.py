@@ -62,7 +62,7 @@ def encode_like_original(record: Record, settings: Original) -> Tokens:
 def check_like_original(record: Record, settings: Original) -> None:
     """Raise DataError if LLaVA would fail at a record. To save time, the record is tokenized only if it has more image
     tags than images."""
-    refuse_tools(record)
+    refuse_tools(record.turns, record.tools, record.where)
     turns = list(record.turns)
     if not all(turn.learnt and turn.weights is None for turn in turns):
         raise DataError(

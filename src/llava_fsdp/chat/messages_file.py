@@ -1,0 +1,38 @@
+"""Read the conversation that `chat messages=FILE` goes on with: one record of docs/data.md that ends with a question or
+the result of a call."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from llava_fsdp.chat.answerer import Question
+from llava_fsdp.data.images.check import inline_images
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.forms.parse_record import parse_record
+from llava_fsdp.data.records.record import READS_IMAGES, Turn, parse_text, unread_reason
+from llava_fsdp.data.text.conversation import asked_turns, check_turns
+from llava_fsdp.runtime.errors import ConfigError, DataError
+
+
+def read_messages_file(path: Path) -> Question:
+    """Return the last turn of the conversation in a JSON file as a question. The paths of its images are relative to
+    the file's folder.
+
+    Raises:
+        ConfigError: the path is not a file.
+        DataError: the file has no record, or one that ends with an answer, or whose turns, images or calls are wrong.
+    """
+    if not path.is_file():
+        raise ConfigError(f"messages={path} is not a file; name a JSON file with one conversation")
+    record = parse_record(path, 0, parse_text(path, 0, path.read_bytes()), videos=True)
+    if record.unread is not None:
+        raise DataError(unread_reason(record.where, record.unread), Kind.media_not_read)
+    if not record.turns or record.turns[-1].role not in READS_IMAGES:
+        raise DataError(
+            f"{record.where} ends with no question and no result of a call; the model answers its last turn: add a "
+            "question (role user) or a result (role tool), or take the last answer out",
+            Kind.odd_turns,
+        )
+    check_turns(replace(record, turns=(*record.turns, Turn("gpt", ""))))
+    inline = inline_images(record)
+    files = [inline.get(name) or path.parent / name for name in record.images]
+    return Question(list(asked_turns(record)), files, record.where, record.tools)
