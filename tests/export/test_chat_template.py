@@ -346,6 +346,65 @@ def test_what_training_refuses_the_template_refuses(messages: list[dict[str, Any
         theirs.apply_chat_template(messages)
 
 
+def agent_messages(has_parts: bool, arguments: object) -> list[dict[str, Any]]:
+    """A conversation with thoughts, calls and their results. `arguments`: those of a call."""
+    calls = [{"id": own, "type": "function", "function": {"name": "look", "arguments": arguments}} for own in IDS]
+
+    def said(role: str, text: str, **more: Any) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if has_parts and text else text, **more}
+
+    return [
+        said("system", "be kind"), said("user", "what?"),
+        said("assistant", "", reasoning_content="hm", tool_calls=calls[:1]),
+        said("tool", "done", name="look", tool_call_id=IDS[0]), said("assistant", "", tool_calls=calls[1:]),
+        said("tool", "<b> é", name="look", tool_call_id=IDS[1]), said("assistant", "red", reasoning_content="zq"),
+        said("user", "and now?"), said("assistant", "blue"),
+    ]  # fmt: skip
+
+
+IDS = ("abcdefghi", "jklmnopqr")
+LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "string", "description": "What."}}, "required": ["a"]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_after(2, ["qwen3", "smolvlm", *sorted({*OWN_TEMPLATES} - {"qwen3", "smolvlm"})]))
+def test_thoughts_and_calls_are_those_of_a_model_s_own_template(name: str, tmp_path: Path) -> None:
+    """The export writes each prompt of a conversation with tools as the own template does; one that shows no tools
+    refuses their results."""
+    source = write_model(published()[name], tmp_path / "source")
+    form = own_name(source)
+    assert form is not None
+    template = open_template(form, source, exported(source, tmp_path / "export", form))
+    assert isinstance(template, ChatTemplate)
+    theirs, own = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("export", "source"))
+    code = template.code  # with a fixed date
+    arguments: Any = {"a": "é", "b": 1}
+    messages = agent_messages(
+        template.parts, json.dumps(arguments) if template.features.form.text_arguments else arguments
+    )
+    compared = 0
+    for count in range(2, len(messages) + 1):
+        call: dict[str, Any] = {"tools": [LOOK], "tokenize": False, "add_generation_prompt": count in (2, 4, 6, 8)}
+        if not template.features.tools:
+            if count > 3:
+                with pytest.raises(TemplateError):
+                    theirs.apply_chat_template(messages[:count], **call)
+            continue
+        if count in (3, 5):  # calls without their results
+            continue
+        try:
+            wanted = own.apply_chat_template(messages[:count], chat_template=code, **call)
+        except TemplateError:
+            continue
+        assert theirs.apply_chat_template(messages[:count], **call) == wanted, count
+        compared += 1
+    assert compared or not template.features.tools
+    without_result, without_call = [*messages[:3], messages[7]], [*messages[:2], messages[3]]
+    for wrong in (without_result, without_call) if template.features.tools else (without_call,):
+        with pytest.raises(TemplateError):
+            theirs.apply_chat_template(wrong, tokenize=False)
+
+
 def test_rehearsal_names_what_differs(tmp_path: Path) -> None:
     """It passes as written, and finds a lost BOS, a lost gap and a moved image."""
     ours = exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")

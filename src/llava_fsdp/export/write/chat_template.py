@@ -28,6 +28,7 @@ from llava_fsdp.config import TooLong
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.chat_template.bounded_jinja import TemplateRefused, render
+from llava_fsdp.data.text.chat_template.chat_layout import Unfit
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.chat_template.template_file import BEGIN, BEGIN_PARTS, END
@@ -184,31 +185,39 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
 def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the language
     model's own chat template. It turns messages into those of training (see `chat_template`), and then contains the own
-    template. `gap` applies between a BOS token that a processor adds and the text."""
-    takes_parts = template.images is not None
+    template, which gets thoughts, calls of tools and their results unchanged if it shows them. `gap` applies between a
+    BOS token that a processor adds and the text."""
+    takes_parts, extra = template.images is not None, read_beside_text(template)
+    has_tools = "tool_calls" in extra
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     content = "said.parts" if takes_parts else text
     asked = parts_lines(video) if takes_parts else (*tags_of(video), *question_lines(template, start_end))
     return "\n".join(
         [
-            "{%- set chat = namespace(messages=[], begun=false, asked=false, tags=[]) -%}",
+            "{%- set chat = namespace(messages=[], begun=false, asked=false, "
+            + ("called=false, " * has_tools + "tags=[]) -%}"),
             "{%- for message in messages -%}",
-            *content_of(video),
+            *content_of(video, bare=has_tools),
             *(["{%- set said.parts = " + text + " -%}"] if takes_parts else []),
             "{%- if message['role'] == 'user' -%}",
-            "{%- if chat.asked -%}" + raise_line("user and assistant take turns") + "{%- endif -%}",
+            "{%- if chat.asked" + " or chat.called" * has_tools + " -%}",
+            raise_line("user and assistant take turns") + "{%- endif -%}",
             *asked,
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
+            *(RESULT_CHECKS if has_tools else ()),
             *checks_of(video),
             "{%- elif not chat.asked -%}",
             UNASKED + raise_line("user and assistant take turns") + "{%- endif -%}",
             "{%- else -%}",
             "{%- set chat.asked = false -%}",
+            *(["{%- set chat.called = message['tool_calls'] -%}"] if has_tools else []),
             "{%- endif -%}",
+            *extra_lines(extra, content),
             "{%- if chat.begun or message['role'] == 'system' -%}",
             f"{{%- set chat.messages = chat.messages + [{{'role': message['role'], 'content': {content}}}] -%}}",
             "{%- endif -%}",
+            *(["{%- endif -%}"] if extra else []),
             "{%- endfor -%}",
             "{%- set messages = chat.messages -%}",
             "{%- set text %}" + (BEGIN_PARTS if takes_parts else BEGIN) + template.code + END,
@@ -216,6 +225,30 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, vid
             *(image_lines(template, start_end) if takes_parts else stretch_lines("text", GapRule(False))),
         ]
     )
+
+
+def read_beside_text(template: ChatTemplate) -> list[str]:
+    """Return the keys of an answer, beside its content, that a language model's own chat template shows: for a thought
+    and for calls of tools."""
+    try:
+        features = template.features
+    except Unfit:
+        return []
+    return [own for own in (features.form.thought, "tool_calls" if features.tools else None) if own is not None]
+
+
+def extra_lines(keys: Sequence[str], content: str) -> list[str]:
+    """Return lines of Jinja code that add a message which has one of `keys`, or is the result of a call, as it is but
+    for its content, and begin the branch for all other messages. Without keys there are no lines."""
+    if not keys:
+        return []
+    has_extra = " or ".join([*(f"message['{key}']" for key in keys), "message['role'] == 'tool'"])
+    content = f"({content} if said.text or not message['tool_calls'] else '')"
+    return [
+        "{%- if chat.begun and (" + has_extra + ") -%}",
+        "{%- set chat.messages = chat.messages + [dict(message, content=" + content + ")] -%}",
+        "{%- else -%}",
+    ]
 
 
 def bos_lines(gap: GapRule) -> tuple[str, ...]:
@@ -323,6 +356,12 @@ CHECKS = (
     raise_line("roles are system, user and assistant"),
 )
 """Jinja code that refuses messages which training refuses. It follows the branch `if message['role'] == 'user'`."""
+RESULT_CHECKS = (
+    "{%- elif message['role'] == 'tool' and '<image>' not in said.text -%}",
+    "{%- if not chat.called -%}" + raise_line("a result follows a call") + "{%- endif -%}",
+    "{%- set chat.asked = true -%}",
+)
+"""Jinja code for the result of a call, before CHECKS."""
 VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
 """The first line of CHECKS if videos are accepted."""
 UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
@@ -335,9 +374,11 @@ def tags_of(video: bool) -> tuple[str, ...]:
     return (*TAGS[:-2], VIDEO_TAGS, *TAGS[-2:], VIDEO_AS_IMAGE) if video else TAGS
 
 
-def content_of(video: bool) -> tuple[str, ...]:
-    """Return the lines of CONTENT, with that for parts of type `video` if `video`."""
-    return (*CONTENT[:6], VIDEO_PART, *CONTENT[6:]) if video else CONTENT
+def content_of(video: bool, bare: bool = False) -> tuple[str, ...]:
+    """Return the lines of CONTENT, with that for parts of type `video` if `video`. With `bare`, a message may have no
+    content, as one with calls."""
+    lines = (*CONTENT[:3], "{%- elif message['content'] -%}", *CONTENT[4:]) if bare else CONTENT
+    return (*lines[:6], VIDEO_PART, *lines[6:]) if video else lines
 
 
 def checks_of(video: bool) -> tuple[str, ...]:
