@@ -2,6 +2,7 @@
 one question at a time."""
 
 import inspect
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool
+from PIL import Image
+from small import write_json
 from steps import begin
 from tiers import any_but
-from transformers import AutoModelForImageTextToText, GenerationConfig
+from tool_learning import SCHEMAS
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 from whole_models import WHOLE, WholeModel, messages_of
 
 from llava_fsdp.chat.answerer import Question
 from llava_fsdp.chat.class_assistant import ClassAssistant
 from llava_fsdp.chat.conversation import Conversation
+from llava_fsdp.chat.messages_file import read_messages_file
 from llava_fsdp.chat.open_assistant import open_assistant
 from llava_fsdp.config import Config
 from llava_fsdp.data.records.record import Turn
@@ -171,3 +176,41 @@ def test_answers_of_validations_are_those_of_transformers(
     expected = answers_of_transformers(model, reader(assistant_of(model)))
     for found in pools[3].run(answers_on_a_rank, cfg):
         assert found == expected
+
+
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\\n{{ tools | tojson }}<|im_end|>\\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\\n{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+)
+"""A chat template with images and tools."""
+
+
+def test_a_conversation_with_tools_is_asked_as_the_processor_writes_it(whole: Whole, tmp_path: Path) -> None:
+    """Before the call, and behind its result, with an image in the question."""
+    model = whole("aya_vision")
+    shutil.copytree(model.folder, tmp_path / "model")
+    code = tmp_path / "model" / "chat_template.jinja"
+    code.write_text(WITH_TOOLS)
+    image = next(own["image"][0] for own in model.records("few") if own.get("image"))
+    record = {"image": image, "tools": SCHEMAS}
+    call = {"id": "call_0", "type": "function", "function": {"name": "price", "arguments": {"colour": "red"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "seven", "tool_call_id": "call_0"},
+    ]
+    assistant = open_assistant(str(tmp_path / "model"))
+    assert isinstance(assistant, ClassAssistant)
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    for count in (1, 3):
+        write_json(model.images / "talk.json", {**record, "messages": messages[:count]})
+        question = read_messages_file(model.images / "talk.json")
+        sample, _ = assistant.encode_question(
+            question.turns, [assistant.load_image(question.images[0], "")], "", question.tools
+        )
+        text = processor.apply_chat_template(messages[:count], tools=SCHEMAS, add_generation_prompt=True)
+        made = processor(text=text, images=[Image.open(model.images / image).convert("RGB")])
+        assert sample.input_ids.tolist() == list(made["input_ids"][0])

@@ -49,9 +49,9 @@ def written(data: tuple[Path, Example], record: object) -> Path:
     return path
 
 
-def of_template(language: Path, count: int, record: dict[str, Any]) -> list[int]:
+def of_template(folder: Path, count: int, record: dict[str, Any]) -> list[int]:
     """transformers' ids of a conversation, with `count` of the image in place of its tag."""
-    theirs = PreTrainedTokenizerFast.from_pretrained(language)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     messages = [
         {
             **own,
@@ -69,12 +69,13 @@ def of_template(language: Path, count: int, record: dict[str, Any]) -> list[int]
 def test_a_conversation_with_tools_is_asked_as_its_template_writes_it(
     turns: int, data: tuple[Path, Example], assistant: Assistant
 ) -> None:
-    """Before the call, and behind its result."""
+    """Before the call, and behind its result; with the language model's own files, and with those of the export."""
     record = {**data[1].record, "messages": data[1].record["messages"][:turns]}
     question = read_messages_file(written(data, record))
     images = [assistant.load_image(image, "") for image in question.images]
     ids, _ = assistant.encode_question(question.turns, images, question.where, question.tools)
-    assert ids.tolist() == of_template(data[0] / "language", assistant.reader.tokens.features, record)
+    for folder in (data[0] / "language", Path(assistant.checkpoint) / "export"):
+        assert ids.tolist() == of_template(folder, assistant.reader.tokens.features, record), folder
     assert all(name in assistant.tokenizer.decode(ids[ids != IMAGE_ID].tolist()) for name in TOOLS.values())
 
 
