@@ -191,7 +191,8 @@ def test_scienceqa_as_the_original_converts_it(reply: Reply, keys: list[str], tm
     assert read_questions(cfg)[1].text == f"Why?\n{LETTER}"
     found = reply(cfg, ["The answer is C.", "C"])
     assert (found["accuracy"], found["right"], found["invalid"]) == (0.5, 1, 1)
-    assert found["groups"]["picture"]["with"] == {"questions": 1, "accuracy": 1, "right": 1, "invalid": 0}
+    shares = {"accuracy": 1, "accuracy_blind_guess": 1}
+    assert found["groups"]["picture"]["with"] == {"questions": 1, "right": 1, "invalid": 0, **shares}
     assert found["groups"]["subject"]["social science"]["accuracy"] == 0 and len(found["groups"]["grade"]) == 1
 
 
