@@ -64,7 +64,7 @@ class Conversation:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
             OutOfMemory: the conversation does not fit into memory.
         """
-        yield from self.answer([*self.turns, Turn("human", self.with_tags(text))], sampling)
+        yield from self.reply([*self.turns, Turn("human", self.with_tags(text))], sampling)
 
     def go_on(self, question: Question, sampling: Sampling) -> Generator[str, None, None]:
         """Take over a conversation with its tools, and yield the model's answer to its last turn, as `ask` does."""
@@ -72,9 +72,9 @@ class Conversation:
         self.tools = question.tools
         count = count_images(question.images)
         self.next_images = [self.assistant.load_image(file, question.where, count) for file in question.images]
-        yield from self.answer(question.turns, sampling)
+        yield from self.reply(question.turns, sampling)
 
-    def answer(self, turns: list[Turn], sampling: Sampling) -> Generator[str, None, None]:
+    def reply(self, turns: list[Turn], sampling: Sampling) -> Generator[str, None, None]:
         """Yield the model's answer to the last turn of the conversation `turns`, and keep both, as `ask` does."""
         images = self.assistant.prepare_images([*self.images, *self.next_images])
         state_before = self.turns, self.images, self.next_images
