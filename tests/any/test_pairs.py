@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from harness import RankPool, single_world
 from loaders import agreed_steps
 from pair_data import pair_loss
+from PIL import Image
 from steps import begin
 from torch.distributed.tensor import DTensor
+from trl import DPOConfig, DPOTrainer
 from whole_models import IGNORE, WholeModel, assert_same_gradients, example_of, named
 
-from llava_fsdp.config import Config, PrefConfig
+from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.loop import run_micro_batches
 from llava_fsdp.train.main import settle_auto
+from llava_fsdp.train.setup.pair_reference import open_references
 from llava_fsdp.train.sums.expert_sums import ExpertSums
 from llava_fsdp.train.sums.pair_step import PairStep
 from llava_fsdp.train.sums.source_sums import SourceSums, sum_over_ranks
@@ -81,3 +85,78 @@ def test_pairs_are_those_of_the_class(
         total += float(loss.detach())
     assert run[0] == pytest.approx(total, rel=1e-5)
     assert_same_gradients(run[1], {name: p.grad for name, p in peer.named_parameters() if p.grad is not None})
+
+
+TRL_FORMS = {
+    "sigmoid": (PrefConfig(beta=0.3, reference=PairReference.stored), {}),
+    "robust": (
+        PrefConfig(form=PairForm.robust, beta=0.3, label_smoothing=0.1, reference=PairReference.stored),
+        {"label_smoothing": 0.1},
+    ),
+    "hinge": (PrefConfig(form=PairForm.hinge, beta=0.3, reference=PairReference.stored), {}),
+    "ipo": (PrefConfig(form=PairForm.ipo, beta=0.3, per_token=True, reference=PairReference.stored), {}),
+    "sigmoid_norm": (PrefConfig(beta=0.3, per_token=True, reference=PairReference.stored), {}),
+}
+"""What trl's `loss_type` and other arguments are here."""
+
+
+def trl_row(model: WholeModel, record: dict[str, Any]) -> dict[str, Any]:
+    """A record of `write_pairs` in trl's form, whose images stand before the text."""
+    prompt, chosen = record["conversations"]
+    messages = {"prompt": ("user", prompt["value"].removeprefix("<image>\n")), "chosen": ("assistant", chosen["value"])}
+    messages["rejected"] = "assistant", WORSE
+    row = {key: [{"role": role, "content": text}] for key, (role, text) in messages.items()}
+    return row | {"images": [Image.open(model.images / name) for name in record["image"]]}
+
+
+def up_to(end: int, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """A mask of answers, int64 [rows, length], without what follows the first token `end` of each."""
+    is_end = (ids == end) * answers
+    return answers * (is_end.cumsum(1) == is_end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_pairs_are_those_of_trl(name: str, whole: Whole, tmp_path: Path) -> None:
+    """Its DPOTrainer, with its own data and its own processing of them, and a copy of the first weights as reference.
+    The weights have been moved, so that margins are not 0."""
+    model = whole(name)
+    records = [record for record in write_pairs(model) if "image" in record and len(record["image"]) == 1]
+    records = [record for record in records if record["conversations"][0]["value"].startswith("<image>\n")]
+    records += [record | {"id": "again", "image": ["3.png"]} for record in records]
+    path = model.images.parent / "pairs.json"
+    answers = [{"chosen": r["conversations"][1]["value"], "rejected": WORSE} for r in records]
+    own = [r | {"conversations": r["conversations"][:1]} | a for r, a in zip(records, answers, strict=True)]
+    path.write_text(json.dumps(own))
+    cfg = settle_auto(model.config(tmp_path, records="pairs", stage="prefer"), single_world())
+    state = begin(single_world(), cfg)
+    open_references(state, cfg, False, lambda: None)
+    state.model.train()
+    (step, *_) = agreed_steps(state.loader)
+    peer, dice = model.peer(), torch.Generator().manual_seed(7)
+    moved = {n: p + 0.01 * torch.randn(p.shape, generator=dice) for n, p in peer.named_parameters()}
+    with torch.no_grad():
+        for parameters in (state.model.named_parameters(), peer.named_parameters()):
+            for key, parameter in parameters:
+                parameter.copy_(moved[named(key)])
+    for form, (pref, more) in TRL_FORMS.items():
+        state.optimizer.zero_grad()
+        pairs = PairStep(replace(cfg, pref=pref), state.loader.device, state.pair_reference)
+        sums = SourceSums(step.facts, state.loader.device), ExpertSums(None, step.facts, 0.0, state.loader.device)
+        loss = float(run_micro_batches(state, step, 1.0, *sums, pairs))
+        found = {named(n): p.grad.clone() for n, p in state.model.named_parameters() if p.grad is not None}
+        args = DPOConfig(
+            output_dir=str(tmp_path / form), per_device_train_batch_size=len(records), loss_type=form, beta=0.3,
+            max_length=None, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
+            dataloader_pin_memory=False, remove_unused_columns=False, **more,
+        )  # fmt: skip
+        rows = Dataset.from_list([trl_row(model, record) for record in records])
+        trainer = DPOTrainer(peer, model.peer(), args, train_dataset=rows, processing_class=model.processor)
+        peer.zero_grad()
+        batch = dict(next(iter(trainer.get_train_dataloader())))
+        # trl learns the line break behind an answer, too
+        batch["completion_mask"] = up_to(model.end, batch["input_ids"], batch["completion_mask"])
+        wanted = trainer.compute_loss(trainer.model, batch)
+        wanted.backward()
+        assert loss == pytest.approx(wanted.item(), rel=1e-5), form
+        assert_same_gradients(found, {n: p.grad for n, p in peer.named_parameters() if p.grad is not None})

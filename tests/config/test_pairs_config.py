@@ -51,7 +51,6 @@ def test_what_does_not_go_together_is_refused(stage: str, override: str) -> None
     "overrides",
     [
         [WHOLE, "pref.reference=adapters"],
-        [WHOLE, "val.every=2", "val.path=other.json"],
         [LORA, "data.question=q", "data.answer=a"],
         [LORA, "pref.form=hinge", "pref.label_smoothing=0.1"],
         [LORA, "pref.weight=0"],

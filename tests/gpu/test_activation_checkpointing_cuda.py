@@ -12,7 +12,7 @@ from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
 from llava_fsdp.model.llava.llava import Llava
-from llava_fsdp.model.loss import chunked_loss, whole_loss
+from llava_fsdp.model.loss import Labels, chunked_loss, whole_loss
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.activation_offload import OffloadedTensor
@@ -144,13 +144,13 @@ def test_the_loss_takes_what_its_formula_says(chunk: int, trains: bool, cuda: to
     hidden = torch.randn((labels, width), device=cuda, generator=dice).bfloat16().requires_grad_()
     weight = (torch.randn((vocabulary, width), device=cuda, generator=dice) / 50).bfloat16().requires_grad_(trains)
     ids = torch.randint(vocabulary, (labels,), device=cuda, generator=dice)
-    chunked_loss(hidden[:8], weight, ids[:8], 8).backward()
+    chunked_loss(hidden[:8], weight, Labels(ids[:8]), 8).backward()
     hidden.grad = weight.grad = None
     before = torch.cuda.memory_allocated(cuda)
     torch.cuda.reset_peak_memory_stats(cuda)
-    found = chunked_loss(hidden, weight, ids, chunk)
+    found = chunked_loss(hidden, weight, Labels(ids), chunk)
     peak, held = loss_bytes(labels, vocabulary, width, 2, trains, chunk)
     slack = 3 << 20  # the allocator rounds large blocks up to 2 MiB
     assert abs(torch.cuda.max_memory_allocated(cuda) - before - peak) < slack
     assert abs(torch.cuda.memory_allocated(cuda) - before - held) < slack
-    assert found.item() == pytest.approx(whole_loss(hidden, weight, ids).item(), rel=1e-5)
+    assert found.item() == pytest.approx(whole_loss(hidden, weight, Labels(ids)).item(), rel=1e-5)

@@ -19,6 +19,7 @@ from llava_fsdp.model.llava.own_parts import own_loss
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.loss import (
     UNCHANGED,
+    Labels,
     LossCollector,
     VocabularyPart,
     choose_loss,
@@ -45,9 +46,9 @@ def test_one_chunk_is_the_whole_loss_to_the_bit(dtype: torch.dtype, gradients: b
     hidden, weight, ids = drawn(dtype)
     with torch.set_grad_enabled(gradients):
         for chunk in (LABELS, LABELS + 1, 10**6):
-            found = chunked_loss(hidden, weight, ids, chunk)
+            found = chunked_loss(hidden, weight, Labels(ids), chunk)
             assert found.dtype == torch.float32 and found.requires_grad == gradients
-            assert torch.equal(found, whole_loss(hidden, weight, ids))
+            assert torch.equal(found, whole_loss(hidden, weight, Labels(ids)))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 0.02)])
@@ -58,7 +59,7 @@ def test_gradients_are_those_of_fp64(dtype: torch.dtype, bound: float, chunk: in
     The fp64 case casts nothing but the probabilities, which are fp32 by contract, so its bound is fp32's.
     """
     hidden, weight, ids = drawn(dtype)
-    (chunked_loss(hidden, weight, ids, chunk) / 7).backward()
+    (chunked_loss(hidden, weight, Labels(ids), chunk) / 7).backward()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     (functional.cross_entropy(exact[0] @ exact[1].t(), ids, reduction="sum") / 7).backward()
     for ours, theirs in zip((hidden, weight), exact, strict=True):
@@ -72,7 +73,7 @@ def test_the_sum_over_chunks_is_in_fp32() -> None:
     hidden = torch.ones((1001, 1), dtype=torch.bfloat16)
     hidden[1:] = 2.0**-10
     weight = torch.zeros((2, 1), dtype=torch.bfloat16, requires_grad=True)
-    chunked_loss(hidden, weight, torch.zeros(1001, dtype=torch.int64), 1).backward()
+    chunked_loss(hidden, weight, Labels(torch.zeros(1001, dtype=torch.int64)), 1).backward()
     assert weight.grad is not None
     assert float(weight.grad[0, 0]) == pytest.approx(-(1 + 1000 * 2.0**-10) / 2, rel=1 / 256)
 
@@ -82,7 +83,7 @@ def test_a_micro_batch_without_a_label_has_a_gradient_of_zeros() -> None:
     for kernel in (LossKernel.chunked, LossKernel.torch):
         hidden, weight, ids = drawn(torch.float32, labels=0)
         loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=kernel), torch.float32)
-        found = loss(hidden, weight, ids)
+        found = loss(hidden, weight, Labels(ids))
         found.backward()
         assert found.item() == 0
         assert weight.grad is not None and not weight.grad.any()
@@ -93,9 +94,9 @@ def test_a_micro_batch_without_a_label_has_a_gradient_of_zeros() -> None:
 def test_kernels_agree(kernel: LossKernel) -> None:
     hidden, weight, ids = drawn(torch.float32)
     loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=kernel), torch.float32)
-    found = loss(hidden, weight, ids)
+    found = loss(hidden, weight, Labels(ids))
     gradients = torch.autograd.grad(found / 3, (hidden, weight))
-    expected = whole_loss(hidden, weight, ids)
+    expected = whole_loss(hidden, weight, Labels(ids))
     exact = torch.autograd.grad(expected / 3, (hidden, weight))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     for ours, theirs in zip(gradients, exact, strict=True):
@@ -121,7 +122,7 @@ def test_losses_of_single_labels_are_collected_once(kernel: LossKernel, dtype: t
     loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=kernel), dtype)
     collector = LossCollector()
     with torch.set_grad_enabled(gradients):
-        found = loss(hidden, weight, ids, collector=collector)
+        found = loss(hidden, weight, Labels(ids), collector=collector)
     if gradients:
         found.backward()
     assert [len(chunk) for chunk in collector.chunks] == [5, 5, 5, 5, 3]
@@ -165,7 +166,7 @@ def test_bytes_are_what_the_formula_says(dtype: torch.dtype, chunk: int, trains:
     hidden, weight, ids = drawn(dtype)
     weight.requires_grad_(trains)
     with Alive() as alive:
-        loss = chunked_loss(hidden, weight, ids, chunk)
+        loss = chunked_loss(hidden, weight, Labels(ids), chunk)
     peak, held = loss_bytes(LABELS, VOCABULARY, WIDTH, dtype.itemsize, trains, chunk)
     vectors = 40 * LABELS + 64
     assert 0 <= alive.now - held <= vectors
@@ -176,12 +177,12 @@ def test_bytes_are_what_the_formula_says(dtype: torch.dtype, chunk: int, trains:
 def test_no_gradient_is_made_where_none_is_wanted() -> None:
     hidden, weight, ids = drawn(torch.float32)
     frozen = weight.detach()
-    chunked_loss(hidden, frozen, ids, 5).backward()
+    chunked_loss(hidden, frozen, Labels(ids), 5).backward()
     assert frozen.grad is None and hidden.grad is not None
     with torch.no_grad(), Alive() as alive:
-        chunked_loss(hidden, weight, ids, 5)
+        chunked_loss(hidden, weight, Labels(ids), 5)
     assert alive.most <= 8 * 5 * VOCABULARY + 40 * LABELS + 64
-    assert math.isfinite(chunked_loss(hidden, weight, ids, 5).item())
+    assert math.isfinite(chunked_loss(hidden, weight, Labels(ids), 5).item())
 
 
 @pytest.mark.parametrize("labels", [0, 2000])
@@ -193,7 +194,7 @@ def test_fp16_never_holds_an_unscaled_gradient(chunk: int, labels: int) -> None:
     dice = torch.Generator().manual_seed(0)
     hidden = (60 + torch.rand((labels, 2), generator=dice)).half().requires_grad_()
     weight = torch.tensor([[0.0, 0.0], [0.0, 0.01], [-0.06, -0.06]]).half().requires_grad_()
-    (loss(hidden, weight, torch.zeros(labels, dtype=torch.int64)) * 64 / 2000).backward()
+    (loss(hidden, weight, Labels(torch.zeros(labels, dtype=torch.int64))) * 64 / 2000).backward()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     logits = exact[0] @ exact[1].t()
     (functional.cross_entropy(logits, torch.zeros(labels, dtype=torch.int64), reduction="sum") * 64 / 2000).backward()
@@ -209,7 +210,7 @@ def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int, change
     """Threads stand for ranks, which have unequal parts; the losses of single labels are collected."""
     hidden, weight, ids = drawn(torch.float32)
     whole = LossCollector()
-    loss = chunked_loss(hidden, weight, ids, chunk, whole, change=change) / 7
+    loss = chunked_loss(hidden, weight, Labels(ids), chunk, whole, change=change) / 7
     loss.backward()
     barrier, given, each = threading.Barrier(size), [torch.zeros(0)] * size, -(-VOCABULARY // size)
 
@@ -224,10 +225,10 @@ def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int, change
         part = VocabularyPart(number * each, lambda own: reduced("max", own), lambda own: reduced("sum", own))
         own = weight.detach()[number * each : (number + 1) * each].clone().requires_grad_()
         rows, collector = hidden.detach().clone().requires_grad_(), LossCollector()
-        found = chunked_loss(rows, own, ids, chunk, collector, part, change) / 7
+        found = chunked_loss(rows, own, Labels(ids), chunk, collector, part, change) / 7
         found.backward()
         with torch.no_grad():
-            assert torch.equal(chunked_loss(rows, own, ids, chunk, None, part, change) / 7, found)
+            assert torch.equal(chunked_loss(rows, own, Labels(ids), chunk, None, part, change) / 7, found)
         assert rows.grad is not None and own.grad is not None
         return found.detach(), rows.grad, own.grad, torch.cat(collector.chunks)
 
@@ -259,7 +260,7 @@ def test_factors_and_caps_have_the_loss_and_the_gradients_of_fp64(
     logits = exact[0] @ exact[1].t() * change.factor
     logits = logits if change.cap is None else torch.tanh(logits / change.cap) * change.cap
     expected = functional.cross_entropy(logits, ids, reduction="sum")
-    found = function(hidden, weight, ids, change=change)
+    found = function(hidden, weight, Labels(ids), change=change)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, exact), strict=True)
     for ours, theirs in pairs:
@@ -284,10 +285,10 @@ def test_weighted_losses_have_the_gradients_of_fp64(function: Callable[..., Any]
     part = VocabularyPart(0, lambda own: own, lambda own: own)
     for own in (function, partial(chunked_loss, chunk_tokens=chunk, part=part)):
         collector = LossCollector()
-        found = own(hidden, weight, ids, weights=units, collector=collector)
+        found = own(hidden, weight, Labels(ids, units), collector=collector)
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
         for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), wanted, strict=True):
             assert float((ours - theirs).norm() / theirs.norm()) < 3e-6
         assert torch.allclose(torch.cat(collector.chunks).double(), singles.detach(), atol=1e-5)
         with torch.no_grad():
-            assert own(hidden, weight, ids, weights=units).item() == pytest.approx(expected.item(), rel=1e-6)
+            assert own(hidden, weight, Labels(ids, units)).item() == pytest.approx(expected.item(), rel=1e-6)

@@ -121,6 +121,11 @@ class WholeModel:
             processor.video_processor.fetch_videos = fetch_videos
         return processor
 
+    @property
+    def end(self) -> int:
+        """Id of the token that ends an answer."""
+        return self.processor.tokenizer.convert_tokens_to_ids(TEMPLATES[FAMILIES[self.name].template].end)
+
     def peer(self) -> Any:
         """transformers' own class, in training mode, without dropout."""
         auto = transformers.AutoModelForImageTextToText
@@ -225,13 +230,12 @@ def example_of(model: WholeModel, record: dict[str, Any]) -> Example:
     inputs = made(len(messages))
     ids = inputs["input_ids"][0]
     labels = torch.full_like(ids, IGNORE)
-    end = processor.tokenizer.convert_tokens_to_ids(TEMPLATES[FAMILIES[model.name].template].end)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = made(number, True)["input_ids"][0]
             begin = len(prompt)
             assert torch.equal(ids[:begin], prompt), "the prompt is no beginning of the conversation"
-            stop = begin + int((ids[begin:] == end).nonzero()[0]) + 1
+            stop = begin + int((ids[begin:] == model.end).nonzero()[0]) + 1
             labels[begin:stop] = ids[begin:stop]
     floats = {name: v.float() if v.is_floating_point() else v for name, v in inputs.items()}
     return Example(floats, labels)

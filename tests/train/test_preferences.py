@@ -1,6 +1,7 @@
 """Training on pairs of a chosen and a rejected answer (stage=prefer, stage=prefer_lora)."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from steps import begin
 from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.files.run_dir import PAIR_REFERENCE
+from llava_fsdp.runtime.files.run_dir import HELD_OUT_PAIR_REFERENCE, PAIR_REFERENCE
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import run_micro_batches, train_step
 from llava_fsdp.train.setup import pair_reference
-from llava_fsdp.train.setup.pair_reference import StoredReference, open_reference
+from llava_fsdp.train.setup.pair_reference import StoredReference, open_references
 from llava_fsdp.train.state import PairNumbers
 from llava_fsdp.train.sums.expert_sums import ExpertSums
 from llava_fsdp.train.sums.pair_step import PairStep
@@ -58,7 +59,7 @@ def last_step(world: World, cfg: Config, forms: dict[str, PrefConfig]) -> tuple[
     of this step, its gradients and what is reported of it."""
     state = begin(world, cfg)
     if cfg.pair_reference is PairReference.stored:
-        state.pair_reference = open_reference(state, cfg, False, lambda: None)
+        open_references(state, cfg, False, lambda: None)
         state.model.train()
     *steps, step = agreed_steps(state.loader)
     for own in steps:
@@ -105,30 +106,55 @@ def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found
             assert float(worst) < 1e-5, f"{name}: {key}"
 
 
+HYBRID = "sharding=hybrid", "sharding.shard_size=2"
+LAYOUTS = [
+    (1, ("sharding=zero3",)),
+    (2, ("sharding=zero3",)),
+    *(
+        pytest.param(size, keys, marks=pytest.mark.slow)
+        for size, keys in ((2, ("sharding=zero2",)), (4, ("sharding=zero3",)), (4, HYBRID))
+    ),
+]
+"""Number of ranks and their sharding. Fewer ranks than micro-batches of a step: gradients add up."""
+
+
 @pytest.fixture(scope="module")
 def pairs(dataset: Path) -> Path:
     return write_pairs(dataset)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "keys"), LAYOUTS)
 def test_losses_and_gradients_of_pairs_are_those_of_a_plain_loop(
-    size: int, parts: Path, dataset: Path, pairs: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int,
+    keys: tuple[str, ...],
+    parts: Path,
+    dataset: Path,
+    pairs: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
     """Adapters, with the model without them as the reference, and packed rows."""
-    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *ADAPTERS, *COMMON)
+    alone = f"data.path={pairs}", *ADAPTERS, *COMMON
+    cfg = make_config(parts, dataset, tmp_path, *alone, *keys)
     run = [last_step(single_world(), cfg, FORMS)] if size == 1 else pools[size].run(last_step, cfg, FORMS)
-    assert_plain(cfg, *run[0], FORMS)
+    assert_plain(make_config(parts, dataset, tmp_path, *alone), *run[0], FORMS)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "keys"), LAYOUTS)
 def test_a_model_that_trains_whole_has_a_stored_reference(
-    size: int, parts: Path, dataset: Path, pairs: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int,
+    keys: tuple[str, ...],
+    parts: Path,
+    dataset: Path,
+    pairs: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
 ) -> None:
-    keys = "stage=prefer", "optim.lr=3e-3", "sharding=zero2", "micro_batch_size=1"
-    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *keys)
+    alone = f"data.path={pairs}", *COMMON, "stage=prefer", "optim.lr=3e-3", "micro_batch_size=1"
+    cfg = make_config(parts, dataset, tmp_path, *alone, *keys)
     forms = {"DPO": replace(FORMS["DPO"], reference=PairReference.stored)}
     run = [last_step(single_world(), cfg, forms)] if size == 1 else pools[size].run(last_step, cfg, forms)
-    assert_plain(cfg, *run[0], forms)
+    assert_plain(make_config(parts, dataset, tmp_path, *alone), *run[0], forms)
 
 
 def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other_weights(
@@ -136,7 +162,13 @@ def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other
 ) -> None:
     cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, "stage=prefer")
     state, path = begin(single_world(), cfg), tmp_path / PAIR_REFERENCE
-    whole = open_reference(state, cfg, False, lambda: None)
+
+    def opened(resumed: bool = False, progress: Callable[[], object] = lambda: None) -> torch.Tensor:
+        open_references(state, cfg, resumed, progress)
+        assert state.pair_reference is not None
+        return state.pair_reference
+
+    whole = opened()
     monkeypatch.setattr(pair_reference, "SAVE_EVERY", 1)
     path.unlink()
     calls: list[int] = []
@@ -147,20 +179,20 @@ def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        open_reference(state, cfg, False, fail_at_third)
+        opened(progress=fail_at_third)
     partial = StoredReference.read(path)
     assert partial is not None and partial.done == 2 and int(partial.table.isnan().all(1).sum()) == 22 - 14
     calls.clear()
-    found = open_reference(state, cfg, False, lambda: calls.append(0))
+    found = opened(progress=lambda: calls.append(0))
     assert torch.equal(found, whole) and len(calls) == 2 and found.isfinite().all()
-    again = open_reference(state, cfg, True, lambda: None)
+    again = opened(resumed=True)
     assert torch.equal(again, whole), "a run that continues reads it"
     state.run = "another"
     with pytest.raises(CheckpointError):
-        open_reference(state, cfg, True, lambda: None)
+        opened(resumed=True)
     state.start_digest = "other weights"
     with pytest.raises(CheckpointError):
-        open_reference(state, cfg, False, lambda: None)
+        opened()
 
 
 def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -183,15 +215,39 @@ def test_a_run_continues_at_its_next_pair_with_the_same_reference(
         train.train(make_config(parts, dataset, tmp_path / "parts", *common, "max_steps=4"))
 
 
-def test_a_validation_finds_of_pairs_what_a_step_does(parts: Path, dataset: Path, pairs: Path, tmp_path: Path) -> None:
-    keys = "global_batch_size=22", "max_steps=1", "optim.lr=0", "val.every=1", f"val.path={pairs}", "val.answers=0"
-    train.train(make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *WHOLE, *keys))
-    (step,), (row,) = rows_of(tmp_path), rows_of(tmp_path, "validation.jsonl")
-    assert row["pairs"] == step["pairs"] == 22
+@pytest.mark.parametrize("keys", [WHOLE, ("stage=prefer", "optim.lr=3e-3"), ADAPTERS])
+def test_a_validation_finds_of_pairs_what_a_step_does(
+    keys: tuple[str, ...], parts: Path, dataset: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """With each kind of reference: after the first step it has the losses with which the second begins."""
+    more = "global_batch_size=22", "max_steps=2", "val.every=1", f"val.path={pairs}", "val.answers=0"
+    constant = "optim.schedule=constant", "optim.warmup_ratio=0"
+    train.train(make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *keys, *more, *constant))
+    (_, step), (row, _) = rows_of(tmp_path), rows_of(tmp_path, "validation.jsonl")
+    assert row["pairs"] == step["pairs"] == 22 and step["margin"] != 0
     for key in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"):
-        assert row[key] == pytest.approx(step[key], rel=1e-5), key
+        assert row[key] == pytest.approx(step[key], rel=1e-5, abs=1e-6), key
         assert row["sources"]["pairs"][key] == row[key]
-        assert step["sources"]["pairs"][key] == pytest.approx(step[key], rel=1e-6)
+        assert step["sources"]["pairs"][key] == pytest.approx(step[key], rel=1e-6, abs=1e-7)
+
+
+def test_a_run_that_continues_needs_the_reference_of_its_held_out_pairs(
+    parts: Path, dataset: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Of the same records: those of the first half are evenly spread over the file, and have a value."""
+    other = write_pairs(dataset, 23, "other_pairs.json")
+    common = f"data.path={pairs}", *COMMON, "stage=prefer", "val.answers=0", "val.every=1"
+    held_out = f"val.path={pairs}", "val.limit=11"
+    for steps in (1, 2):
+        train.train(make_config(parts, dataset, tmp_path, *common, *held_out, f"max_steps={steps}"))
+    assert [row["pairs"] for row in rows_of(tmp_path, "validation.jsonl")] == [11, 11]
+    stored = StoredReference.read(tmp_path / HELD_OUT_PAIR_REFERENCE)
+    assert stored is not None and int(stored.table.isnan().all(1).sum()) == 11
+    with pytest.raises(CheckpointError):
+        train.train(make_config(parts, dataset, tmp_path, *common, f"val.path={other}", "val.limit=11", "max_steps=3"))
+    (tmp_path / HELD_OUT_PAIR_REFERENCE).unlink()
+    with pytest.raises(CheckpointError):
+        train.train(make_config(parts, dataset, tmp_path, *common, *held_out, "max_steps=3"))
 
 
 def test_padded_pairs_of_a_whole_model_without_a_reference(

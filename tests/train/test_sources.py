@@ -12,7 +12,7 @@ from steps import begin, held_masters, run_steps
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
-from llava_fsdp.model.loss import LossCollector, choose_loss
+from llava_fsdp.model.loss import Labels, LossCollector, choose_loss
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.events.reporting.metrics import metrics_row
 from llava_fsdp.train.setup.build_state import build_state
@@ -119,13 +119,13 @@ def test_kernels_tell_each_label(dtype: torch.dtype, differentiate: bool) -> Non
     ids = torch.randint(0, 30, (11,))
     loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=LossKernel.chunked), dtype)
     collector = LossCollector()
-    total = loss(hidden, weight, ids, collector=collector)
+    total = loss(hidden, weight, Labels(ids), collector=collector)
     if differentiate:
         total.backward()
     logits = torch.nn.functional.linear(hidden.detach(), weight.detach()).float()
     expected = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
     assert torch.equal(torch.cat(collector.chunks), expected) and not torch.cat(collector.chunks).requires_grad
-    assert torch.equal(total.detach(), loss(hidden, weight, ids).detach())
+    assert torch.equal(total.detach(), loss(hidden, weight, Labels(ids)).detach())
 
 
 def test_a_kernel_that_knows_the_sum_alone(parts: Path, dataset: Path, tmp_path: Path) -> None:

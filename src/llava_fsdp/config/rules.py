@@ -360,11 +360,6 @@ def check_pairs(cfg: TrainingKeys) -> None:
             mode is ActivationCheckpointing.dynamic,
             "activation_checkpointing=selective",
         ),
-        # the reference of held-out pairs would have to be stored, too
-        f"pref.reference=stored, val.every={cfg.val.every}": (
-            cfg.val.every is not None and cfg.pair_reference is PairReference.stored,
-            "val.every=null",
-        ),
     }
     for setting, (is_set, cure) in refused.items():
         if is_set:

@@ -9,13 +9,11 @@ divide among them (`VocabularyPart`): there are collectives for each chunk, and 
 The loss functions have these arguments in common:
     hidden: last hidden states at the labels, [labels, width].
     weight: weight of the output layer, [vocabulary, width].
-    label_ids: int64 [labels].
+    labels: the label of each row of `hidden`.
     chunk_tokens: largest number of labels whose logits are in memory at a time.
     collector: gets the loss of every single label; None: these losses are not kept.
     part: which rows of the output layer `weight` has; None: all.
     change: how logits are made from the output of the output layer.
-    weights: factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1. They are
-        integers, because FSDP casts the floating-point arguments of a model to the compute dtype.
 """
 
 from __future__ import annotations
@@ -45,6 +43,24 @@ class LossCollector:
     def __init__(self) -> None:
         self.chunks: list[torch.Tensor] = []
         """Losses of the labels of each chunk, float32 [labels]; empty if the loss kernel computes only the sum."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of some positions."""
+
+    ids: torch.Tensor
+    """int64 [labels]."""
+    weights: torch.Tensor | None = None
+    """Factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1. They are integers,
+    because FSDP casts the floating-point arguments of a model to the compute dtype."""
+
+    def split(self, size: int) -> Iterator[Labels]:
+        """Yield the labels in chunks of at most `size`."""
+        yield from (self.at(slice(begin, begin + size)) for begin in range(0, len(self.ids), size))
+
+    def at(self, rows: slice) -> Labels:
+        return Labels(self.ids[rows], None if self.weights is None else self.weights[rows])
 
 
 @dataclass(frozen=True)
@@ -78,16 +94,14 @@ class LabelLoss(Protocol):
         self,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        label_ids: torch.Tensor,
+        labels: Labels,
         *,
         collector: LossCollector | None = None,
         change: LogitChange = UNCHANGED,
-        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the labels' cross entropies, float32 scalar, from `hidden` [labels, width], the output
-        layer's `weight` [vocabulary, width] and `label_ids`, int64 [labels]. `collector` gets the loss of each label,
-        before it is multiplied by its weight. `change`: how the logits are made from the product of `hidden` and
-        `weight`. `weights`: weight of each label, int32 [labels], in units of 1 / FULL_WEIGHT; None: all are 1."""
+        """Return the sum of the labels' cross entropies, float32 scalar, from `hidden` [labels, width] and the output
+        layer's `weight` [vocabulary, width]. `collector` gets the loss of each label, before it is multiplied by its
+        factor. `change`: how the logits are made from the product of `hidden` and `weight`."""
         ...
 
 
@@ -113,7 +127,8 @@ class OutputLayer(nn.Linear):
         logits, float32 [labels, vocabulary]."""
         if label_ids is None:
             return self.change.apply(super().forward(hidden).float())
-        return self.label_loss(hidden, self.weight, label_ids, collector=collector, change=self.change, weights=weights)
+        labels = Labels(label_ids, weights)
+        return self.label_loss(hidden, self.weight, labels, collector=collector, change=self.change)
 
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
@@ -149,24 +164,23 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange
 def whole_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    label_ids: torch.Tensor,
+    labels: Labels,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
-    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once:
-    `hidden` [labels, width], the output layer's `weight` [vocabulary, width], `label_ids` int64 [labels]."""
+    `hidden` [labels, width], the output layer's `weight` [vocabulary, width]."""
     logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
-    record_losses(collector, logs, label_ids)
-    return summed_losses(logs, label_ids, weights)
+    record_losses(collector, logs, labels.ids)
+    return summed_losses(logs, labels)
 
 
-def summed_losses(logs: torch.Tensor, label_ids: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of the losses of labels, each times its weight, float32 scalar. `logs` are log-probabilities,
+def summed_losses(logs: torch.Tensor, labels: Labels) -> torch.Tensor:
+    """Return the sum of the losses of labels, each times its factor, float32 scalar. `logs` are log-probabilities,
     [labels, vocabulary]."""
-    if weights is None:
-        return functional.nll_loss(logs, label_ids, reduction="sum")
-    return (functional.nll_loss(logs, label_ids, reduction="none") * factors(weights)).sum()
+    if labels.weights is None:
+        return functional.nll_loss(logs, labels.ids, reduction="sum")
+    return (functional.nll_loss(logs, labels.ids, reduction="none") * factors(labels.weights)).sum()
 
 
 def factors(weights: torch.Tensor) -> torch.Tensor:
@@ -184,12 +198,11 @@ def record_losses(collector: LossCollector | None, logs: torch.Tensor, label_ids
 def chunked_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    label_ids: torch.Tensor,
+    labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
     part: VocabularyPart | None = None,
     change: LogitChange = UNCHANGED,
-    weights: torch.Tensor | None = None,
 ):
     """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output of the output
     layer is computed in the compute dtype and cast to float32. `hidden` is [labels, width]; `weight`, [vocabulary,
@@ -200,57 +213,35 @@ def chunked_loss(
     """
     settings = LogitSettings(chunk_tokens, part, change)
     if torch.is_grad_enabled():
-        return ChunkedLoss.apply(hidden, weight, Labels(label_ids, weights), settings, collector)
-    return ChunkedLoss.forward_alone(hidden, weight, Labels(label_ids, weights), settings, collector)
+        return ChunkedLoss.apply(hidden, weight, labels, settings, collector)
+    return ChunkedLoss.forward_alone(hidden, weight, labels, settings, collector)
 
 
 def recomputed_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    label_ids: torch.Tensor,
+    labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
-    weights: torch.Tensor | None = None,
 ):
     """Compute the sum of the cross entropies of all labels in fp16, float32 scalar, a chunk at a time: `hidden` is
-    [labels, width], `weight` [vocabulary, width], `label_ids` int64 [labels]. The backward pass computes the logits
-    again.
+    [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again.
 
     In fp16 the gradients cannot be computed in the forward pass, because the loss scale is known only in the backward
     pass. Without the loss scale, gradients would leave the range of fp16: probabilities of rare words below 6e-8 would
     become 0, and the sum over the labels of a frequent word would overflow at 65504.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
-    if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
+    if not len(labels.ids):  # every rank needs a gradient to reduce, also without labels
         return total + (hidden.sum() + weight.sum()).float() * 0.0
-    pieces = zip(hidden.split(chunk_tokens), Labels(label_ids, weights).split(chunk_tokens), strict=True)
-    for chunk, own in pieces:
+    for chunk, own in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
         # the backward pass calls `whole_loss` again, which then adds the losses to this collector a second time
         chunk_collector = LossCollector() if collector is not None else None
-        total = total + checkpoint(
-            whole_loss, chunk, weight, own.ids, chunk_collector, change, own.weights, use_reentrant=False
-        )
+        total = total + checkpoint(whole_loss, chunk, weight, own, chunk_collector, change, use_reentrant=False)
         if collector is not None and chunk_collector is not None:
             collector.chunks += chunk_collector.chunks
     return total
-
-
-@dataclass(frozen=True)
-class Labels:
-    """The labels of some positions."""
-
-    ids: torch.Tensor
-    """int64 [labels]."""
-    weights: torch.Tensor | None
-    """Factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1."""
-
-    def split(self, size: int) -> Iterator[Labels]:
-        """Yield the labels in chunks of at most `size`."""
-        yield from (self.at(slice(begin, begin + size)) for begin in range(0, len(self.ids), size))
-
-    def at(self, rows: slice) -> Labels:
-        return Labels(self.ids[rows], None if self.weights is None else self.weights[rows])
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -352,7 +343,7 @@ def loss_and_gradient(
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     ids = labels.ids
-    loss = summed_losses(logs, ids, labels.weights)
+    loss = summed_losses(logs, labels)
     record_losses(collector, logs, ids)
     if not differentiate:
         return loss, None
@@ -414,17 +405,16 @@ def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Ten
 def label_losses(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    label_ids: torch.Tensor,
+    labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
-    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the cross entropy of each label, float32 [labels], a chunk at a time, where their sum is not the loss:
-    `hidden` is [labels, width], `weight` [vocabulary, width], `label_ids` int64 [labels]. The backward pass computes
-    the logits again, because the factor of each label's gradient is known only then. `collector` gets nothing."""
-    assert weights is None, "a pair whose labels have weights is refused"
-    return LabelLosses.apply(hidden, weight, label_ids, chunk_tokens, change)
+    `hidden` is [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again, because the
+    factor of each label's gradient is known only then. `collector` gets nothing."""
+    assert labels.weights is None, "a pair whose labels have weights is refused"
+    return LabelLosses.apply(hidden, weight, labels.ids, chunk_tokens, change)
 
 
 class LabelLosses(torch.autograd.Function):
@@ -447,7 +437,7 @@ class LabelLosses(torch.autograd.Function):
         collector = LossCollector()
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
             if len(ids):
-                whole_loss(chunk, weight, ids, collector, change)
+                whole_loss(chunk, weight, Labels(ids), collector, change)
         return torch.cat([hidden.new_zeros(0, dtype=torch.float32), *collector.chunks])
 
     @staticmethod
@@ -485,22 +475,21 @@ def gradient_of_logits(
 def torch_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    label_ids: torch.Tensor,
+    labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
-    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy. This kernel does not
     return the losses of single labels, so nothing is appended to `collector`. `change` may have a factor, but no
     cap."""
     assert change.cap is None, "refused by choose_loss"
-    assert weights is None, "a dataset with weights between 0 and 1 is refused before the first step"
+    assert labels.weights is None, "a dataset with weights between 0 and 1 is refused before the first step"
     if change.factor != 1.0:
         hidden = hidden * change.factor
-    if not len(label_ids):  # the kernel divides by the number of labels
+    if not len(labels.ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
-    loss = functional.linear_cross_entropy(hidden, weight, label_ids, reduction="sum", options=options)
+    loss = functional.linear_cross_entropy(hidden, weight, labels.ids, reduction="sum", options=options)
     assert isinstance(loss, torch.Tensor)
     return loss

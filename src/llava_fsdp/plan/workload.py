@@ -36,6 +36,8 @@ class Samples:
     tile_tokens: float
     """Number of image tokens for each tile. It differs from the number of features of a tile if features of padding are
     left out, tokens for ends of lines added, or a grid of many tiles shrunk."""
+    count: int | None = None
+    """Number of samples of the dataset, if it is known."""
 
     @property
     def image_tokens(self) -> float:
@@ -96,7 +98,7 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     tiles = sums["pictures"] * tiles_and_tokens_of_photo(rule)[0] if counts[0] is None else counts[0]
     each = tokens_of_a_tile(tiles, counts[1], rule)
     labels = sums["label_tokens"] / kept
-    return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each)
+    return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each, kept)
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | None) -> float:
@@ -120,7 +122,7 @@ def samples_in(records: Records, rule: ImageRule | None) -> Samples:
     blocks = (records.lengths[at : at + BLOCK].astype(np.int64) for at in range(0, count, BLOCK))
     squares = sum(int(np.square(block).sum()) for block in blocks)
     spread = max(1.0, math.sqrt(squares * count - tokens**2) / count)
-    return Samples(tokens / count, tiles / count, labels / count, spread, f"{count:,} records", each)
+    return Samples(tokens / count, tiles / count, labels / count, spread, f"{count:,} records", each, count)
 
 
 def total_of(column: np.ndarray) -> int:

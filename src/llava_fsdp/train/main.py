@@ -49,7 +49,7 @@ from llava_fsdp.train.setup.build_model import build_model
 from llava_fsdp.train.setup.build_state import build_state, open_data
 from llava_fsdp.train.setup.dry_run import dry_run
 from llava_fsdp.train.setup.own_source import RecordSource, with_source
-from llava_fsdp.train.setup.pair_reference import open_reference
+from llava_fsdp.train.setup.pair_reference import open_references
 from llava_fsdp.train.setup.preflight import check_run, find_parts_of_run, with_template
 from llava_fsdp.train.setup.same_software import check_same_software
 from llava_fsdp.train.state import TrainState
@@ -138,9 +138,7 @@ def train(
         resumed = resume(state, cfg, continues_run)
         check_replicas(state, folder / FOLDER)
         if cfg.data.pairs and cfg.pair_reference is PairReference.stored:
-            state.pair_reference = open_reference(
-                state, cfg, resumed is not None, lambda: watchdog.at(Phase.VALIDATION, state.step)
-            )
+            open_references(state, cfg, resumed is not None, lambda: watchdog.at(Phase.VALIDATION, state.step))
         if state.step >= last_step:
             log().info("this run has finished after step %d; a larger max_steps or epochs continues it", state.step)
         elif resumed:

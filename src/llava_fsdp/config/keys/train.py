@@ -251,7 +251,7 @@ class TrainingKeys:
     epochs: int
     """Number of times that every record is trained on."""
     max_steps: int | None
-    """Number of steps after which training ends; null: at the end of the last epoch."""
+    """Number of steps after which training ends, within an epoch or after several; null: `epochs` epochs."""
     global_batch_size: int
     """Number of samples of a step, on all ranks together. A pair of answers is one sample."""
     micro_batch_size: int

@@ -85,8 +85,8 @@ class ProcessorImages(ImageSource):
             path = self.path(record, name)
             assert isinstance(path, Path), "a video is never in the record itself"
             return replace(self.clip(path, record.where), read=read)
-        frames, rate = record.frames[number]
-        facts = ImageFacts(*record.sizes[number], 0, frames=frames, rate=rate)
+        (width, height), (frames, rate) = record.sizes[number], record.frames[number]
+        facts = ImageFacts(width, height, stored_height=0, frames=frames, rate=rate)
         return replace(self.clip_of(facts, f"{record.where}: video {name}"), read=read)
 
     def clip(self, path: Path, where: str) -> Clip:

@@ -71,8 +71,9 @@ class ProcessorInputs:
         if not shown:
             return {}
         made = self.process(shown)
-        found = iter(zip(made.ids, made.types, strict=True))
-        every = [self.types_of(sample, *next(found)) if images else {} for sample, images in rows]
+        pairs = zip(shown, made.ids, made.types, strict=True)
+        found = iter([self.types_of(sample, own, types) for (sample, _), own, types in pairs])
+        every = [next(found) if images else {} for _, images in rows]
         names = sorted({name for own in every for name in own})
         lengths = [len(sample.input_ids) for sample, _ in rows]
         filled = [

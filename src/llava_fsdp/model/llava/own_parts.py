@@ -116,17 +116,15 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
     def loss(
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        label_ids: torch.Tensor,
+        labels: Labels,
         *,
         collector: LossCollector | None = None,
         change: LogitChange,
-        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum the losses in chunks, each of which is computed again in the backward pass."""
         total = hidden.new_zeros((), dtype=torch.float32)
-        if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
+        if not len(labels.ids):  # every rank needs a gradient to reduce, also without labels
             return total + (hidden.sum() + weight.sum()).float() * 0.0
-        labels = Labels(label_ids, weights)
         for chunk, part in zip(hidden.split(cfg.chunk_tokens), labels.split(cfg.chunk_tokens), strict=True):
             own, losses = checkpoint(of_chunk, chunk, weight, part, change, use_reentrant=False)
             total = total + own

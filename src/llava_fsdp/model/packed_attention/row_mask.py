@@ -168,8 +168,8 @@ def is_same_rule(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(is_same_rule, one, other))
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        cells = [tuple(cell.cell_contents for cell in rule.__closure__ or ()) for rule in (one, other)]
-        return one.__code__ is other.__code__ and is_same_rule(*cells)
+        own, others = (tuple(cell.cell_contents for cell in rule.__closure__ or ()) for rule in (one, other))
+        return one.__code__ is other.__code__ and is_same_rule(own, others)
     return isinstance(one, int) and isinstance(other, int) and one == other
 
 

@@ -526,8 +526,9 @@ def find_projector(cfg: Config) -> Path | None:
     looks_for = "model.projector=auto looks for the projector of a stage=pretrain run, and"
     if is_run(run):
         raise UnfinishedRun(f"{looks_for} {run} {without_export(run)}")
-    by_parts = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
-    named = by_parts if cfg.model.name == "own" else f"model={cfg.model.name}"
+    named = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
+    if cfg.model.name != "own":
+        named = f"model={cfg.model.name} {named}"
     state = f"{run} is not a run" if run.exists() else f"there is no {run}"
     raise NoProjector(
         f"{looks_for} {state}. Make one:\n"

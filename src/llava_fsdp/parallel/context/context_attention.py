@@ -164,19 +164,19 @@ class RowChunks:
 
 def row_chunks_of(row: Boundaries, cut: ContextCut) -> RowChunks:
     """Return the chunks of a row that this rank computes."""
+    chunks = cut.chunks(sum(row.lengths.each))
+    return RowChunks(tuple(row_chunk_of(row, begin, end) for begin, end in chunks))
+
+
+def row_chunk_of(row: Boundaries, begin: int, end: int) -> RowChunk:
+    """Return the chunk [begin, end) of a row. The host does not wait for the device."""
     lengths = row.lengths.each
-    return RowChunks(tuple(row_chunk_of(lengths, row.cu_seqlens, *ends) for ends in cut.chunks(sum(lengths))))
-
-
-def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:
-    """Return the chunk [begin, end) of a row. `lengths` are those of the row's samples, and `cu_seqlens` their
-    cumulative sums on the device, int32 [samples + 1]: the host does not wait for the device."""
     ends = list(itertools.accumulate(lengths))
     i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1
     first = ends[i] - lengths[i]
     edges = [first, *ends[i:j]]
     queries, keys = [min(max(edge, begin), end) for edge in edges], [min(edge, end) for edge in edges]
-    on_device = cu_seqlens[i : j + 1]
+    on_device = row.cu_seqlens[i : j + 1]
     return RowChunk(
         keys=slice(first, end),
         tokens=end - begin,

@@ -12,6 +12,7 @@ from llava_fsdp.plan.memory.published_formulas import formulas
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.search.layouts import Planned, Search, why_not
 from llava_fsdp.plan.search.longest import MOST_TOKENS
+from llava_fsdp.runtime.text.humanize import duration
 
 GB = 1e9
 
@@ -32,11 +33,14 @@ def show_plan(
         search: the search in which the rows were found; None: all have the same layout.
     """
     machine, samples = planner.machine, planner.samples
-    world_size = rows[0].world_size
+    world_size, memory = rows[0].world_size, gigabytes(machine.memory)
+    devices = f"{world_size} x {machine.name} of {memory} GB"
+    if machine.gpu is None:
+        devices = f"{machine.name}, which {world_size} ranks share, of {memory} GB each"
     console.print(
         f"{planner.cfg.model.checkpoint or planner.cfg.model.name}, stage={planner.cfg.stage.name}: "
         f"{planner.trainable:,} parameters train, on "
-        f"{world_size} x {machine.name} of {gigabytes(machine.memory)} GB, {gigabytes(rows[0].usable)} GB for tensors"
+        f"{devices}, {gigabytes(rows[0].usable)} GB for tensors"
     )
     # without tiles, as in whole models, each image token counts as one
     tiles = f"{samples.tiles:.2f} image tiles, " if samples.tile_tokens != 1 else ""
@@ -58,7 +62,8 @@ def show_plan(
         chosen = [overrides_of(best), *(layout_overrides(planner.cfg.parallel) if search is not None else [])]
         console.print(
             f"\nUse {' '.join(chosen)}: {gigabytes(best.bytes['total'])} GB, "
-            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){off_device(best)}\n"
+            f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted)"
+            f"{all_steps(planner, best)}{off_device(best)}\n"
         )
         console.print(f"  {command}\n", soft_wrap=True)
     if search is not None:
@@ -86,6 +91,14 @@ def overrides_of(row: PlanRow) -> str:
     if activation_checkpointing.budget is not None:
         words.append(f"activation_checkpointing.budget={activation_checkpointing.budget}")
     return " ".join(words if offload == "none" else [*words, f"offload={offload}"])
+
+
+def all_steps(planner: Planner, row: PlanRow) -> str:
+    """Return how long the whole training takes, if its number of steps is known."""
+    cfg, steps = planner.cfg, planner.cfg.max_steps
+    if steps is None and planner.samples.count is not None:
+        steps = cfg.epochs * planner.samples.count // cfg.global_batch_size
+    return f"; about {duration(steps * row.step.seconds)} for {steps:,} steps" if steps else ""
 
 
 def off_device(row: PlanRow) -> str:

@@ -38,10 +38,12 @@ BEGUN_FILE = ".begun"
 """Name of the file that records at which step a run has begun."""
 PAIR_REFERENCE = "pair_reference.safetensors"
 """Name of the file with the log-probabilities of answers by the model at the start (pref.reference=stored)."""
+HELD_OUT_PAIR_REFERENCE = "held_out_pair_reference.safetensors"
+"""Name of the same file of the validation's records."""
 WRITTEN_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
-    "export", "adapter", "tensorboard", "profile", "expert_load.json", PAIR_REFERENCE,
+    "export", "adapter", "tensorboard", "profile", "expert_load.json", PAIR_REFERENCE, HELD_OUT_PAIR_REFERENCE,
 })  # fmt: skip
 """Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
 or of another kind."""

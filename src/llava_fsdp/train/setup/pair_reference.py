@@ -1,8 +1,8 @@
 """Compute the log-probabilities of the reference of pairs with the weights at the start, once, and store them.
 
-The file in the run's folder has a value for each answer of each record that is trained on. It is written several times
-while the values are computed, so that an interrupted start continues. Its metadata say of which weights and data they
-are.
+A file in the run's folder has a value for each answer of each record that is trained on, another one those of the
+validation. They are written several times while the values are computed, so that an interrupted start continues. Their
+metadata say of which weights and data they are.
 """
 
 import hashlib
@@ -17,19 +17,20 @@ from safetensors.torch import load, save
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOutSampler, held_out_sampler
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.preference import answers_of
 from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files.durable_files import replace_file
-from llava_fsdp.runtime.files.run_dir import PAIR_REFERENCE
+from llava_fsdp.runtime.files.run_dir import HELD_OUT_PAIR_REFERENCE, PAIR_REFERENCE
 from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch, watch_silently
 from llava_fsdp.train.setup.build_state import open_data
 from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.sums.preference import answers_of
 from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 SAVE_EVERY = 50
@@ -42,8 +43,10 @@ TABLE = "log_probabilities"
 class StoredReference:
     """The content of the file."""
 
-    of: str
-    """Digest of the weights, the encoding and the records of which the values are."""
+    weights: str
+    """Digest of all weights of the model."""
+    data: str
+    """Digest of the records and their encoding."""
     run: str
     """Identifier of the run that has these values."""
     done: int
@@ -53,7 +56,7 @@ class StoredReference:
 
     def write(self, path: Path) -> None:
         """Replace the file."""
-        facts = {"of": self.of, "run": self.run, "done": str(self.done)}
+        facts = {"weights": self.weights, "data": self.data, "run": self.run, "done": str(self.done)}
         replace_file(path, save({TABLE: self.table.cpu()}, {key: json.dumps(value) for key, value in facts.items()}))
 
     @classmethod
@@ -65,59 +68,88 @@ class StoredReference:
             content = path.read_bytes()
             size = int.from_bytes(content[:8], "little")
             facts = json.loads(content[8 : 8 + size])["__metadata__"]
-            values = {key: json.loads(facts[key]) for key in ("of", "run", "done")}
-            return cls(values["of"], values["run"], int(values["done"]), load(content)[TABLE])
+            values = {key: json.loads(facts[key]) for key in ("weights", "data", "run", "done")}
+            return cls(**values | {"done": int(values["done"])}, table=load(content)[TABLE])
 
 
-def open_reference(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> torch.Tensor:
-    """Return the log-probabilities of both answers of each sample that is trained on by the model at the start of the
-    run, float32 [samples, 2], on the device. They are computed if the run is at its start. Collective.
+def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> None:
+    """Give the state the log-probabilities of both answers of each sample by the model at the start of the run: of
+    those that are trained on and, with validation, of the held-out ones. They are computed if the run is at its start.
+    Collective.
 
     Args:
         resumed: whether the weights are those of a checkpoint, so that nothing can be computed.
         progress: called before each batch.
 
     Raises:
-        CheckpointError: the file is missing in a run that continues, or is of other weights, data or another run.
+        CheckpointError: a file is missing in a run that continues, or is of other weights, data or another run.
     """
-    path = Path(cfg.output_dir) / PAIR_REFERENCE
-    stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
-    run = on_first_rank(lambda: state.run, "")
-    samples, device = len(state.loader.steps.records), state.loader.device
-    if resumed:
-        if stored is None or stored.run != run or len(stored.table) != samples:
-            raise CheckpointError(
-                f"{path}, with the log-probabilities of the model at the start of this run, is missing or of another "
-                "run; put it back, or start over with checkpoint.resume=never"
-            )
-        return stored.table.to(device)
-    of = digest_of_start(state)
-    if stored is not None and stored.of != of:
-        raise CheckpointError(
-            f"{path} is of other weights, records or settings of their encoding than this run has; remove it, set them "
-            "back, or start over with checkpoint.resume=never"
-        )
-    start = stored or StoredReference(of, run, 0, torch.full((samples, 2), math.nan))
-    return compute(state, cfg, replace(start, run=run), progress)
-
-
-def digest_of_start(state: TrainState) -> str:
-    """Return a digest of all weights at the start, of the encoding, and of the records."""
-    fingerprints = state.loader.steps.fingerprints()
-    of_all = state.start_digest, fingerprints["dataset"], fingerprints["encoding"]
-    return hashlib.sha256(json.dumps(of_all).encode()).hexdigest()[:32]
-
-
-def compute(state: TrainState, cfg: Config, start: StoredReference, progress: Callable[[], None]) -> torch.Tensor:
-    """Run forward passes over all samples that `start` does not have, write the table now and then and at the end, and
-    return it, on the device. Collective."""
-    world, model = state.parallelism.world, state.model
-    assert isinstance(model, Architecture)
+    folder, world = Path(cfg.output_dir), state.parallelism.world
 
     def choose(records: Records) -> HeldOutSampler:
         return held_out_sampler([len(records)], None, cfg.global_batch_size)
 
-    loader = open_data(replace(cfg, epochs=1, max_steps=None, profile=False), world, model, choose)
+    def open_trained() -> Loader:
+        return open_data(replace(cfg, epochs=1, max_steps=None, profile=False), world, state.model, choose)
+
+    reference = ReferenceFile(folder / PAIR_REFERENCE, state.loader, open_trained)
+    state.pair_reference = open_reference(state, reference, resumed, progress)
+    if state.held_out is not None:
+        loader = state.held_out.loader
+        reference = ReferenceFile(folder / HELD_OUT_PAIR_REFERENCE, loader, lambda: loader)
+        state.held_out_pair_reference = open_reference(state, reference, resumed, progress)
+
+
+@dataclass(frozen=True)
+class ReferenceFile:
+    """A file with the log-probabilities of samples, and what they are computed with."""
+
+    path: Path
+    loader: Loader
+    """Has the samples."""
+    open_loader: Callable[[], Loader]
+    """Opens a loader of the same samples that has each once. Collective."""
+
+
+def open_reference(
+    state: TrainState, reference: ReferenceFile, resumed: bool, progress: Callable[[], None]
+) -> torch.Tensor:
+    """Return the log-probabilities of the samples of a file, float32 [samples, 2], on the device, as described at
+    `open_references`. Collective."""
+    path, loader = reference.path, reference.loader
+    stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
+    run = on_first_rank(lambda: state.run, "")
+    data = digest(loader.steps.fingerprints())
+    if resumed:
+        if stored is None or stored.run != run or stored.data != data:
+            without = ", set val.every=null" if path.name == HELD_OUT_PAIR_REFERENCE else ""
+            raise CheckpointError(
+                f"{path}, with the log-probabilities of the model at the start of this run, is missing, of another run "
+                f"or of other records; put it and the records back{without}, or start over with checkpoint.resume=never"
+            )
+        return stored.table.to(loader.device)
+    if stored is not None and (stored.weights, stored.data) != (state.start_digest, data):
+        raise CheckpointError(
+            f"{path} is of other weights, records or settings of their encoding than this run has; remove it, set them "
+            "back, or start over with checkpoint.resume=never"
+        )
+    table = torch.full((len(loader.steps.records), 2), math.nan)
+    start = stored or StoredReference(state.start_digest, data, run, 0, table)
+    return compute(state, reference, replace(start, run=run), progress)
+
+
+def digest(fingerprints: dict[str, str]) -> str:
+    """Return a digest of the records and their encoding."""
+    return hashlib.sha256(f"{fingerprints['dataset']} {fingerprints['encoding']}".encode()).hexdigest()[:32]
+
+
+def compute(
+    state: TrainState, reference: ReferenceFile, start: StoredReference, progress: Callable[[], None]
+) -> torch.Tensor:
+    """Run forward passes over all samples that `start` does not have, write the table now and then and at the end, and
+    return it, on the device. Collective."""
+    world, model, loader = state.parallelism.world, state.model, reference.open_loader()
+    assert isinstance(model, Architecture)
     table = torch.full_like(start.table, math.nan, device=loader.device)
     if world.is_first:
         table.copy_(start.table)
@@ -127,7 +159,7 @@ def compute(state: TrainState, cfg: Config, start: StoredReference, progress: Ca
         known = (~table.isnan()).to(table.dtype)
         whole = sum_over_ranks(table.nan_to_num()) / sum_over_ranks(known)  # NaN where no rank has a value
         now = replace(start, done=done, table=whole)
-        on_first_rank(lambda: now.write(Path(cfg.output_dir) / PAIR_REFERENCE), "the reference cannot be written")
+        on_first_rank(lambda: now.write(reference.path), "the reference cannot be written")
         return whole
 
     if done < last and world.is_first:
@@ -142,9 +174,8 @@ def compute(state: TrainState, cfg: Config, start: StoredReference, progress: Ca
             for micro in loader.agree(step).micro_batches:
                 micro = loader.to_device(micro)
                 losses = model(**micro.inputs)
-                table[micro.pair_numbers] = answers_of(losses, micro.label_answers, len(micro.pair_numbers)).sums.view(
-                    -1, 2
-                )
+                answers = answers_of(losses, micro.label_answers, len(micro.pair_numbers))
+                table[micro.pair_numbers] = answers.sums.view(-1, 2)
             done += 1
             advance(1)
             if done % SAVE_EVERY == 0 and done < last:

@@ -10,9 +10,9 @@ from torch import nn
 from llava_fsdp.config import PairReference
 from llava_fsdp.model.adapters.lora import without_adapters
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.preference import answers_of, preference_losses
 from llava_fsdp.parallel.eval_mode import forget_order, units_of
 from llava_fsdp.train.sums.pair_sums import PairSums
+from llava_fsdp.train.sums.preference import answers_of, preference_losses
 
 if TYPE_CHECKING:
     from llava_fsdp.config import Config
@@ -23,7 +23,7 @@ class PairStep:
     """Computes the losses of pairs from those of their labels, and sums up what is reported of them."""
 
     def __init__(self, cfg: Config, device: torch.device, stored: torch.Tensor | None = None):
-        """Begin a step. `stored`: `TrainState.pair_reference`."""
+        """Begin a step. `stored`: `TrainState.pair_reference`, or that of the held-out samples."""
         self.cfg = cfg.pref
         self.uses_adapters = cfg.pair_reference is PairReference.adapters
         self.stored = stored if cfg.pair_reference is PairReference.stored else None

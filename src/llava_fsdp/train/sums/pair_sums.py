@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +12,11 @@ from llava_fsdp.train.state import PairNumbers
 
 if TYPE_CHECKING:
     from llava_fsdp.data.batching.batch import MicroBatch
-    from llava_fsdp.model.preference import Answers
+    from llava_fsdp.train.sums.preference import Answers
 
 
-COLUMNS = 8
-"""Number of fields of PairNumbers."""
+COLUMNS = len(fields(PairNumbers))
+"""Number of sums of a source: one for each field of PairNumbers, in their order."""
 ALL = ""
 """Stands for all data sources; no source has this name."""
 
@@ -41,8 +41,11 @@ class PairSums:
 
 def pair_numbers(sums: list[float]) -> PairNumbers | None:
     """Return means from the sums of one source, or of all: a row of `PairSums.values`. None without pairs."""
-    count, *others = sums
-    return PairNumbers(round(count), *(own / count for own in others)) if count else None
+    count = sums[0]
+    if not count:
+        return None
+    means = dict(zip((field.name for field in fields(PairNumbers)), (own / count for own in sums), strict=True))
+    return PairNumbers(**means | {"pairs": round(count)})
 
 
 def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNumbers | None]:

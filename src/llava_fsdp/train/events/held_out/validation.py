@@ -146,7 +146,9 @@ class Validation(RunEvents):
         loader, sampler = self.held_out.loader, self.held_out.sampler
         label_counts, weights = ([0] * len(self.held_out.names) for _ in range(2))
         sums = torch.zeros(len(label_counts), dtype=torch.float64, device=loader.device)
-        pairs = PairStep(self.cfg.held_out, loader.device) if self.cfg.data.pairs else None
+        pairs = None
+        if self.cfg.data.pairs:
+            pairs = PairStep(self.cfg.held_out, loader.device, self.state.held_out_pair_reference)
         steps = loader.steps_from(0, self.watchdog.wants_stop)
         for number, step in enumerate(steps):
             self.pause()
