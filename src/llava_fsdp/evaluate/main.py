@@ -193,7 +193,7 @@ class BenchmarkAnswerer:
         if self.assistant is None:
             self.assistant = open_assistant(cfg.model.checkpoint, self.opened)
         show = watch_silently if env_rank() != 0 else watch
-        with show("questions", len(questions)) as advance:
+        with show("questions with blank images" if blank else "questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
                 batch = questions[start : start + cfg.batch_size]
                 paths = [with_paths(question, self.folders[question.images_folder]) for question in batch]

@@ -325,7 +325,7 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: 
 def log_close(what: str, found: Distance, bound: float, by_largest: bool) -> None:
     """Log that the logits of two computations, which `what` names, differ by less than `bound`: by the largest
     difference or by the mean one."""
-    shown = f"{found.largest:.2g} of the largest logit" if by_largest else str(found)
+    shown = f"{found.largest:.2g} of the largest logit" if by_largest else f"{found}, as rounding to few bits does"
     log().info("export: %s: logits differ by %s, within the bound of %.2g", what, shown, bound)
 
 

@@ -39,6 +39,7 @@ from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch
 
 C = TypeVar("C", bound=Config)
 GB = 1e9
@@ -266,7 +267,7 @@ def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     """Predict every combination of values that the `auto` keys may take, the best first."""
     ways = ways_for(planner, cfg, world)
-    return plan_rows(planner, ways.choices, ways.ranks, ways.splits)
+    return plan_rows(planner, ways.choices, ways.ranks, ways.splits, lambda what, count: watch(f"auto: {what}", count))
 
 
 def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
