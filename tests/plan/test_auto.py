@@ -215,7 +215,7 @@ def test_a_model_that_cannot_be_planned_gets_what_needs_little(
 
 def test_what_is_tried_for_auto(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All modes but `budget`, all strategies that differ; rows no longer than micro_batch_size samples."""
-    monkeypatch.setattr(auto, "plan_rows", lambda planner, choices, ranks, splits: (choices, ranks, splits))
+    monkeypatch.setattr(auto, "plan_rows", lambda planner, choices, ranks, splits, show: (choices, ranks, splits))
     splits = [[SimpleNamespace(tokens=tokens, context=1)] for tokens in (700, 600, 512, 400)]
     monkeypatch.setattr(auto, "splits_to_try", lambda planner, cfg, size, is_free: splits if is_free else splits[:1])
     kernel = SimpleNamespace(attention=None)
