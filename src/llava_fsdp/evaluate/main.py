@@ -61,6 +61,9 @@ def evaluate(cfg: EvaluateConfig) -> None:
     check_images(questions, cfg.data)
     generator = BenchmarkAnswerer(cfg, questions, shard)
     answers = generator.answers(blank=False)
+    scores = score_all(cfg.task, questions, answers) if shard.rank == 0 and questions[0].references else {}
+    if asks_blank(cfg) and "accuracy" in scores:
+        log().info("accuracy: %.2f %%; the same questions follow with blank images", 100 * scores["accuracy"])
     blank_answers = generator.answers(blank=True) if asks_blank(cfg) else None
     if shard.rank != 0:
         return
@@ -76,8 +79,8 @@ def evaluate(cfg: EvaluateConfig) -> None:
             "%d of %d answers have no text, because max_new_tokens=%d ended their thought; raise it",
             generator.thoughts_cut, len(questions), cfg.max_new_tokens,
         )  # fmt: skip
-    if questions[0].references:
-        result |= score_all(cfg.task, questions, answers)
+    if scores:
+        result |= scores
         put_comparisons(result, cfg.task, questions, blank_answers)
     if cfg.submission is not None:
         with storage_errors(f"submission={cfg.submission}"):
