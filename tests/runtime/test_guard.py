@@ -56,6 +56,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_in_a_call_is_killed_and_the_run_says_why(folder: Path) -> None:
     """SIGTERM does not reach it any more: Python's handler runs in threads that wait for the lock."""
     begun = time.monotonic()

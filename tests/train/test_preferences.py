@@ -215,7 +215,10 @@ def test_a_run_continues_at_its_next_pair_with_the_same_reference(
         train.train(make_config(parts, dataset, tmp_path / "parts", *common, "max_steps=4"))
 
 
-@pytest.mark.parametrize("keys", [WHOLE, ("stage=prefer", "optim.lr=3e-3"), ADAPTERS])
+@pytest.mark.parametrize(
+    "keys",
+    [("stage=prefer", "optim.lr=3e-3"), *(pytest.param(keys, marks=pytest.mark.slow) for keys in (WHOLE, ADAPTERS))],
+)
 def test_a_validation_finds_of_pairs_what_a_step_does(
     keys: tuple[str, ...], parts: Path, dataset: Path, pairs: Path, tmp_path: Path
 ) -> None:
