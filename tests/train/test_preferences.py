@@ -163,7 +163,7 @@ def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other
     cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, "stage=prefer")
     state, path = begin(single_world(), cfg), tmp_path / PAIR_REFERENCE
 
-    def opened(resumed: bool = False, progress: Callable[[], object] = lambda: None) -> torch.Tensor:
+    def opened(resumed: bool = False, progress: Callable[[], None] = lambda: None) -> torch.Tensor:
         open_references(state, cfg, resumed, progress)
         assert state.pair_reference is not None
         return state.pair_reference
@@ -183,7 +183,7 @@ def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other
     partial = StoredReference.read(path)
     assert partial is not None and partial.done == 2 and int(partial.table.isnan().all(1).sum()) == 22 - 14
     calls.clear()
-    found = opened(progress=lambda: calls.append(0))
+    found = opened(progress=partial(calls.append, 0))
     assert torch.equal(found, whole) and len(calls) == 2 and found.isfinite().all()
     again = opened(resumed=True)
     assert torch.equal(again, whole), "a run that continues reads it"
