@@ -180,8 +180,8 @@ def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other
 
     with pytest.raises(KeyboardInterrupt):
         opened(progress=fail_at_third)
-    partial = StoredReference.read(path)
-    assert partial is not None and partial.done == 2 and int(partial.table.isnan().all(1).sum()) == 22 - 14
+    begun = StoredReference.read(path)
+    assert begun is not None and begun.done == 2 and int(begun.table.isnan().all(1).sum()) == 22 - 14
     calls.clear()
     found = opened(progress=partial(calls.append, 0))
     assert torch.equal(found, whole) and len(calls) == 2 and found.isfinite().all()

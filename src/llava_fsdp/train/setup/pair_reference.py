@@ -69,7 +69,8 @@ class StoredReference:
             size = int.from_bytes(content[:8], "little")
             facts = json.loads(content[8 : 8 + size])["__metadata__"]
             values = {key: json.loads(facts[key]) for key in ("weights", "data", "run", "done")}
-            return cls(**values | {"done": int(values["done"])}, table=load(content)[TABLE])
+            done, table = int(values["done"]), load(content)[TABLE]
+            return cls(values["weights"], values["data"], values["run"], done, table)
 
 
 def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> None:
@@ -84,13 +85,14 @@ def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Cal
     Raises:
         CheckpointError: a file is missing in a run that continues, or is of other weights, data or another run.
     """
-    folder, world = Path(cfg.output_dir), state.parallelism.world
+    folder, world, model = Path(cfg.output_dir), state.parallelism.world, state.model
+    assert isinstance(model, Architecture)
 
     def choose(records: Records) -> HeldOutSampler:
         return held_out_sampler([len(records)], None, cfg.global_batch_size)
 
     def open_trained() -> Loader:
-        return open_data(replace(cfg, epochs=1, max_steps=None, profile=False), world, state.model, choose)
+        return open_data(replace(cfg, epochs=1, max_steps=None, profile=False), world, model, choose)
 
     reference = ReferenceFile(folder / PAIR_REFERENCE, state.loader, open_trained)
     state.pair_reference = open_reference(state, reference, resumed, progress)
@@ -149,7 +151,6 @@ def compute(
     """Run forward passes over all samples that `start` does not have, write the table now and then and at the end, and
     return it, on the device. Collective."""
     world, model, loader = state.parallelism.world, state.model, reference.open_loader()
-    assert isinstance(model, Architecture)
     table = torch.full_like(start.table, math.nan, device=loader.device)
     if world.is_first:
         table.copy_(start.table)

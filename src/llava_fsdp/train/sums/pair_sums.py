@@ -44,8 +44,9 @@ def pair_numbers(sums: list[float]) -> PairNumbers | None:
     count = sums[0]
     if not count:
         return None
-    means = dict(zip((field.name for field in fields(PairNumbers)), (own / count for own in sums), strict=True))
-    return PairNumbers(**means | {"pairs": round(count)})
+    _, *names = (field.name for field in fields(PairNumbers))
+    means = {name: own / count for name, own in zip(names, sums[1:], strict=True)}
+    return PairNumbers(round(count), **means)
 
 
 def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNumbers | None]:
