@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import REFUSED, published
+from chat_templates import NO_LAYOUT, published
 from chat_templates import write_tokenizer as write_model
 from jinja2.exceptions import TemplateError
 from PIL import Image
@@ -172,7 +172,7 @@ WRONG = [
     [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}],
 ]
 """Conversations that training refuses."""
-OWN_TEMPLATES = sorted(published().keys() - REFUSED)
+OWN_TEMPLATES = sorted(published().keys() - NO_LAYOUT)
 FAST = ("qwen3", "gemma3", "llava_next", "llama3_2", "gptoss")
 
 
@@ -344,6 +344,22 @@ def test_what_training_refuses_the_template_refuses(messages: list[dict[str, Any
     theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
     with pytest.raises(TemplateError):
         theirs.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", slow_after(1, ["glm4moe", *sorted(NO_LAYOUT - {"glm4moe"})]))
+def test_prompts_of_a_template_whose_answers_are_taught_one_by_one(name: str, tmp_path: Path) -> None:
+    source = write_model(published()[name], tmp_path / "source")
+    form = own_name(source)
+    assert form is not None
+    template = open_template(form, source, exported(source, tmp_path / "export", form))
+    assert isinstance(template, ChatTemplate)
+    theirs, own = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("export", "source"))
+    spoken = [("user", "what?"), ("assistant", "red"), ("user", "and now?")]
+    messages = [{"role": role, "content": text} for role, text in spoken]
+    for count in (1, 3):
+        call: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        wanted = own.apply_chat_template(messages[:count], chat_template=template.code, **call)
+        assert theirs.apply_chat_template(messages[:count], **call) == wanted
 
 
 def agent_messages(has_parts: bool, arguments: object) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import llama_cpp_reader
 import pytest
-from chat_templates import REFUSED, published
+from chat_templates import NO_LAYOUT, published
 from chat_templates import write_tokenizer as write_model
 from jinja2 import Environment
 from test_chat_template import exported, write_source
@@ -34,7 +34,7 @@ def test_no_template_of_llava_has_what_llama_cpp_refuses(gap: GapRule, video: bo
             assert not UNKNOWN.search(chat_template(template, start_end, True, gap, video))
 
 
-@pytest.mark.parametrize("name", slow_after(2, sorted(published().keys() - REFUSED)))
+@pytest.mark.parametrize("name", slow_after(2, sorted(published().keys() - NO_LAYOUT)))
 def test_nothing_around_a_model_s_own_template_has_it(name: str, tmp_path: Path) -> None:
     """Also where its texts are not in ASCII, as DeepSeek's; and what stands inside is found again, to the letter."""
     code = published()[name]
@@ -118,7 +118,7 @@ def test_llama_cpp_makes_the_same_text(tmp_path: Path) -> None:
     expected: dict[str, list[str]] = {}
     marked = [as_text([text.replace("<image>", MARKER) for text in texts]) for texts in ASKED]
     whole = [*marked, [{"role": "system", "content": "be kind"}, *marked[1]]]
-    own = {n: code for n, code in published().items() if not (n in REFUSED or SET_BY_LLAMA_CPP.search(code))}
+    own = {n: code for n, code in published().items() if not (n in NO_LAYOUT or SET_BY_LLAMA_CPP.search(code))}
     for name in (*TEMPLATES, *own):
         code = own.get(name, "")
         source = write_model(code, tmp_path / "source" / name)

@@ -21,12 +21,6 @@ ONLY_THOUGHTS = {"deepseek_r1_distill", "deepseekv3"}
 SEVERAL = {"gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 """Templates with which conversations of several exchanges have no layout: once others follow, an answer is written in
 another way than a model writes it. Their answers are taught one by one, too."""
-REFUSED = {
-    "deepseek_r1_distill", "deepseekv3", "glm4moe", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super",
-    "nemotron_3_ultra",
-}  # fmt: skip
-"""Templates that TRL ships and whose answers are taught one by one: the prompt of an answer is not what is written
-before it, or nothing ends the last answer."""
 CORPUS = "the circle is red, how many? user assistant system größe 中文 12 34\n\n  a b\n"
 SPECIAL = re.compile(
     r"<\|[\w/]+\|?>|<\uff5c[^\uff5c]+\uff5c>|<\w+\|>|</?s>|<(?:start|end)_of_(?:turn|utterance|image)>|\[gMASK\]|<sop>"

@@ -32,6 +32,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template
+from llava_fsdp.data.text.chat_template.message_parts import TEXT, Message
 from llava_fsdp.data.text.chat_template.template_file import FILE, special_tokens
 from llava_fsdp.data.text.templates import Template
 from llava_fsdp.data.text.tokens.tokenizer import (
@@ -138,9 +139,9 @@ def begins_with_bos(template: Template | ChatTemplate, folder: Path) -> bool:
     """Return whether the language model's own chat template writes the BOS token, so that transformers' processor must
     not add one; False for a conversation template of llava_fsdp."""
     bos = special_tokens(folder).get("bos_token")
-    return (
-        isinstance(template, ChatTemplate) and bos is not None and template.layout("hg").frames[0].text.startswith(bos)
-    )
+    if bos is None or not isinstance(template, ChatTemplate):
+        return False
+    return template.render([Message("human", TEXT, ("What is it?",))]).startswith(bos)
 
 
 def write_template(
