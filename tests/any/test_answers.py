@@ -195,6 +195,7 @@ def test_a_conversation_with_tools_is_asked_as_the_processor_writes_it(whole: Wh
     code = tmp_path / "model" / "chat_template.jinja"
     code.write_text(WITH_TOOLS)
     image = next(own["image"][0] for own in model.records("few") if own.get("image"))
+    shutil.copy(model.images / image, tmp_path)
     record = {"image": image, "tools": SCHEMAS}
     call = {"id": "call_0", "type": "function", "function": {"name": "price", "arguments": {"colour": "red"}}}
     messages = [
@@ -206,8 +207,8 @@ def test_a_conversation_with_tools_is_asked_as_the_processor_writes_it(whole: Wh
     assert isinstance(assistant, ClassAssistant)
     processor = AutoProcessor.from_pretrained(tmp_path / "model")
     for count in (1, 3):
-        write_json(model.images / "talk.json", {**record, "messages": messages[:count]})
-        question = read_messages_file(model.images / "talk.json")
+        write_json(tmp_path / "talk.json", {**record, "messages": messages[:count]})
+        question = read_messages_file(tmp_path / "talk.json")
         sample, _ = assistant.encode_question(
             question.turns, [assistant.load_image(question.images[0], "")], "", question.tools
         )

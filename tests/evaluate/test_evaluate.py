@@ -19,7 +19,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, EvaluateConfig, Format
-from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.records.record import Call, Record, Turn
 from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard
 from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.main import BenchmarkAnswerer, evaluate, with_paths
@@ -474,6 +474,9 @@ def test_a_record_s_system_text_and_tools_are_asked_with_its_question(tmp_path: 
     question = first_question(Record("data.json", 0, "0", (), turns, False, tools=tools))
     asked = with_paths(question, Path("."))
     assert (asked.turns, asked.tools) == (list(turns[:2]), tools) and question.references == ("b",)
+    called = replace(turns[2], text="", calls=(Call("look", {}),))
+    with pytest.raises(DataError):  # there is no text to compare with
+        first_question(Record("data.json", 0, "0", (), (*turns[:2], called), False, tools=tools))
 
 
 def test_a_missing_image_is_named_before_any_model_work(keys: list[str], tmp_path: Path) -> None:
