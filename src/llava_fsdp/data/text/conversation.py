@@ -264,8 +264,8 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
     if turns[1].calls and not turns[1].text.strip():
         raise DataError(
-            f"{record.where}: its first answer calls {turns[1].calls[0].name} and has no text that could be compared with "
-            "a model's; leave the record out (val.answers=0 answers no record)"
+            f"{record.where}: its first answer calls {turns[1].calls[0].name} and has no text to compare a model's "
+            "answer with; leave the record out (val.answers=0 answers no record)"
         )
     images = min(len(record.images), turns[0].text.count(IMAGE_TAG))
     return None if system is None else system.text, turns[0].text, images, turns[1].text
