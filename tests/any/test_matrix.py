@@ -12,7 +12,7 @@ from harness import RankPool, single_world
 from loaders import agreed_steps
 from reference import train_on, trained
 from steps import run_steps
-from tiers import any_but
+from tiers import any_but, slow_after
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from whole_loop import OwnRun, PlainRun, begun, difference, plain_run, run_alone, weights_of
 from whole_models import IGNORE, WHOLE, Example, WholeModel, example_of
@@ -92,7 +92,7 @@ def assert_equal(losses: list[float], weights: dict[str, torch.Tensor], expected
 
 
 @pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(2, ["full", "qlora", "lora"]))
 def test_steps_of_adamw_are_those_of_a_plain_loop(name: str, kind: str, runs: Runs) -> None:
     alone, expected = runs(name, kind)
     assert difference(alone.first, expected.weights, ()) > 100 * TOLERANCE, "nothing was trained"
@@ -110,7 +110,7 @@ def trained_on_a_rank(world: World, cfg: Config) -> tuple[list[float], dict[str,
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
-@pytest.mark.parametrize("strategy", SIZES[0])
+@pytest.mark.parametrize("strategy", slow_after(2, SIZES[0]))
 def test_ranks_train_as_a_plain_loop_does(
     name: str, strategy: str, whole: Whole, runs: Runs, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:

@@ -14,7 +14,7 @@ from harness import RankPool, single_world
 from loaders import agreed_steps
 from small import write_json
 from steps import begin
-from tiers import any_but
+from tiers import any_but, slow_after
 from torch.distributed.tensor import DTensor
 from whole_loop import weights_of
 from whole_models import (
@@ -145,7 +145,7 @@ def gradients_on_a_rank(world: World, cfg: Config) -> tuple[float, dict[str, tor
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
-@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+@pytest.mark.parametrize("sharding", slow_after(1, ["zero2", "zero3"]))
 def test_a_rank_without_images_trains_with_one_that_has_some(
     name: str, sharding: str, whole: Whole, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:

@@ -107,7 +107,7 @@ def most_alive(model: Architecture, inputs: Any) -> int:
     return most
 
 
-@pytest.mark.parametrize(("name", "mode", "train", "pack"), slow_after(3, CASES))
+@pytest.mark.parametrize(("name", "mode", "train", "pack"), slow_after(2, CASES))
 def test_the_plan_of_a_whole_model_has_the_bytes_of_its_real_passes(
     name: str, mode: str, train: str, pack: str, tmp_path: Path
 ) -> None:
