@@ -93,7 +93,7 @@ def test_generate_ends_an_answer_of_the_export_where_chat_does(
     end = open_tokenizer(folder).special(TEMPLATES[FAMILIES["deepseek_vl"].template].end)
     assert end is not None and end not in (7, 8)
     language = model.config.get_text_config()
-    stops = find_stops(None, "", language.eos_token_id, (tmp_path / "to",))
+    stops = find_stops(None, [], language.eos_token_id, (tmp_path / "to",))
     assert stops >= {end, *(named or [])}
     assert model.generation_config.temperature == (None if named is None else 0.5)
     other = next(number for number in range(9, 99) if number not in stops)

@@ -40,19 +40,19 @@ def test_what_ends_an_answer(ends: Any, stop: str, expected: set[int], tmp_path:
     """A stop text of several tokens is looked for in the text: its last token alone ends nothing, unless it is
     special. The files of a model's folders add what they name."""
     own = tokenizer(one=[7], two=[8, 9], none=[], **{"two#": [8, 9]})
-    assert find_stops(own, stop, ends, [tmp_path, tmp_path / "absent"]) == expected
+    assert find_stops(own, [stop], ends, [tmp_path, tmp_path / "absent"]) == expected
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [11, 12], "pad_token_id": 13})
-    assert find_stops(own, stop, ends, [tmp_path]) == expected | {11, 12}
+    assert find_stops(own, [stop], ends, [tmp_path]) == expected | {11, 12}
     write_json(tmp_path / "config.json", {"eos_token_id": 14, "text_config": {"eos_token_id": [0, 15]}})
-    assert find_stops(own, stop, ends, [tmp_path]) == expected | {0, 11, 12, 14, 15}
-    assert find_stops(None, stop, None, [tmp_path]) == {0, 11, 12, 14, 15}, "without a tokenizer"
+    assert find_stops(own, [stop], ends, [tmp_path]) == expected | {0, 11, 12, 14, 15}
+    assert find_stops(None, [stop], None, [tmp_path]) == {0, 11, 12, 14, 15}, "without a tokenizer"
 
 
 @pytest.mark.parametrize("value", ["2", [2, "3"], True, -1, 2.0, {"a": 1}])
 def test_an_end_that_is_not_a_token_is_named(value: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(ModelError, match=r"generation_config\.json has eos_token_id="):
-        find_stops(None, "", 2, [tmp_path])
+        find_stops(None, [], 2, [tmp_path])
 
 
 @pytest.mark.parametrize(

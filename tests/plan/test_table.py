@@ -145,12 +145,12 @@ def test_what_a_plan_says_of_the_model(tmp_path: Path, monkeypatch: pytest.Monke
     cfg.model.checkpoint, planner.samples = "some/model", replace(SAMPLES, tiles=600.0, tile_tokens=1.0)
     text = printed("do this", 2)
     assert "some/model, stage=pretrain: " in text and "600 of them image tokens, 200 label tokens" in text
-    planner.samples = replace(SAMPLES, count=77 * 10)
+    planner.samples = replace(SAMPLES, count=77 * 10 - 1)
     assert "(predicted); about 1m15s for 20 steps; 41.0 GB" in printed("do this", 2)
     cfg.max_steps = 16
     assert "(predicted); about 1m00s for 16 steps; 41.0 GB" in printed("do this", 2)
     planner.machine = Machine(None, "6 CPU cores", 8 * GB, 0.0)
-    assert " on 6 CPU cores, which 4 ranks share, of 8.0 GB each, 36.0 GB" in printed("do this", 2)
+    assert " train, 4 ranks on 6 CPU cores, 8.0 GB for each rank, 36.0 GB" in printed("do this", 2)
     planner.machine = machine
     cfg.model.checkpoint, planner.samples = None, SAMPLES
     assert "more, of which" not in printed("do this", 4) and "Nothing fits" in printed(None, 4)

@@ -187,6 +187,10 @@ def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other
     calls.clear()
     found = opened(progress=partial(calls.append, 0))
     assert torch.equal(found, whole) and len(calls) == 2 and found.isfinite().all()
+    calls.clear()
+    replace(begun, batches="others").write(path)  # as after a change of global_batch_size
+    found = opened(progress=partial(calls.append, 0))
+    assert torch.equal(found, whole) and len(calls) == 4
     again = opened(resumed=True)
     assert torch.equal(again, whole), "a run that continues reads it"
     state.run = "another"
@@ -250,6 +254,8 @@ def test_a_run_that_continues_needs_the_reference_of_its_held_out_pairs(
     assert stored is not None and int(stored.table.isnan().all(1).sum()) == 11
     with pytest.raises(CheckpointError):
         train.train(make_config(parts, dataset, tmp_path, *common, f"val.path={other}", "val.limit=11", "max_steps=3"))
+    with pytest.raises(CheckpointError):
+        train.train(make_config(parts, dataset, tmp_path, *common, held_out[0], "val.limit=12", "max_steps=3"))
     (tmp_path / HELD_OUT_PAIR_REFERENCE).unlink()
     with pytest.raises(CheckpointError):
         train.train(make_config(parts, dataset, tmp_path, *common, *held_out, "max_steps=3"))

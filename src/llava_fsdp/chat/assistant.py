@@ -21,7 +21,7 @@ from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
-from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template
+from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template, stops_of
 from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order, prompt, refuse_tools
 from llava_fsdp.data.text.encode import encode_prompt
@@ -110,7 +110,7 @@ class Assistant:
         # transformers' attention: with a cache, the one of training would build a mask of length x length
         self.model.use_attention(attention_of_transformers(shapes.language_config))
         language, folders = shapes.language_config, (shapes.parts.language_folder, opened.folder)
-        self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, folders)
+        self.stops = find_stops(self.tokenizer, stops_of(self.template), language.eos_token_id, folders)
         self.max_tokens: int = shapes.language_config.max_position_embeddings  # of a conversation with its answer
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)

@@ -28,6 +28,7 @@ from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import Turn, is_video
 from llava_fsdp.data.text.answer_segments import ask_segments
+from llava_fsdp.data.text.chat_template.jinja_template import stops_of
 from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
@@ -92,7 +93,7 @@ class ClassAssistant:
         self.image_process = ImageProcess(self.reader) if limited_images else None
         self.thoughts_cut: list[bool] = []
         self.text: AnswerText | None = None
-        self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, (folder, opened.folder))
+        self.stops = find_stops(self.tokenizer, stops_of(self.template), language.eos_token_id, (folder, opened.folder))
         self.model: Architecture = load_copy(
             shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
         )

@@ -11,6 +11,7 @@ from llava_fsdp.data.records.forms.parse_record import parse_record
 from llava_fsdp.data.records.record import READS_IMAGES, Turn, parse_text, unread_reason
 from llava_fsdp.data.text.conversation import asked_turns, check_turns
 from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.files.safe_load import LARGE, read_text
 
 
 def read_messages_file(path: Path) -> Question:
@@ -23,13 +24,14 @@ def read_messages_file(path: Path) -> Question:
     """
     if not path.is_file():
         raise ConfigError(f"messages={path} is not a file; name a JSON file with one conversation")
-    record = parse_record(path, 0, parse_text(path, 0, path.read_bytes()), videos=True)
+    content = read_text(path, DataError, LARGE).encode()
+    record = parse_record(path, 0, parse_text(path, 0, content), videos=True)
     if record.unread is not None:
         raise DataError(unread_reason(record.where, record.unread), Kind.media_not_read)
     if not record.turns or record.turns[-1].role not in READS_IMAGES:
         raise DataError(
-            f"{record.where} ends with no question and no result of a call; the model answers its last turn: add a "
-            "question (role user) or a result (role tool), or take the last answer out",
+            f"{record.where}: its last turn must be a question (role user) or the result of a call (role tool); add one, "
+            "or take the last answer out",
             Kind.odd_turns,
         )
     check_turns(replace(record, turns=(*record.turns, Turn("gpt", ""))))

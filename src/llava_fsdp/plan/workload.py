@@ -68,6 +68,8 @@ def samples_of(cfg: Config, rule: ImageRule) -> Samples:
     tiles, each = tiles_and_tokens_of_photo(rule)
     tokens = min(text + images * each, cfg.data.sample_tokens)
     source = f"LLaVA's {'instructions' if instructs else 'captions'}, on average"
+    if cfg.data.path or cfg.data.sources:
+        source += "; `llava-fsdp prepare` with the same keys measures yours"
     if rule.needs_size(1):
         source += f", with images of {PHOTO[0]} x {PHOTO[1]} pixels"
     return Samples(tokens, images * tiles, min(labels, text), min(spread, tokens), source, each / tiles)

@@ -80,7 +80,7 @@ class TrainState:
     """With pref.reference=stored: log-probabilities of the chosen and the rejected answer of each sample by the model
     at the start of the run, float32 [samples, 2]."""
     held_out_pair_reference: torch.Tensor | None = None
-    """The same of the held-out samples; NaN for one that no validation has."""
+    """The same of the held-out samples; NaN for a record that val.limit leaves out."""
     expert_loads: torch.Tensor | None = None
     """Load of each expert in the last finished step, over all ranks: number of (token, choice) pairs, float32 [layers,
     experts]. None without watched routers."""

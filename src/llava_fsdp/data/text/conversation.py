@@ -257,15 +257,15 @@ def asked_turns(record: Record) -> tuple[Turn, ...]:
 
 def opening_question(record: Record) -> tuple[str | None, str, int, str]:
     """Return a record's system text (None if it has none), its first question (with image tags), the number of the
-    question's images, and the answer to it. Raise DataError if the record begins otherwise, or the answer calls a tool
-    and has no text."""
+    question's images, and the answer to it. Raise DataError if the record begins otherwise, or the answer calls a
+    tool."""
     system, turns = split_system(asked_turns(record))
     if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
-    if turns[1].calls and not turns[1].text.strip():
+    if turns[1].calls:
         raise DataError(
-            f"{record.where}: its first answer calls {turns[1].calls[0].name} and has no text to compare a model's "
-            "answer with; leave the record out (val.answers=0 answers no record)"
+            f"{record.where}: its first answer calls {turns[1].calls[0].name}, and calls are not scored; leave the record "
+            "out, or with val.every set val.answers=0: the loss is measured all the same"
         )
     images = min(len(record.images), turns[0].text.count(IMAGE_TAG))
     return None if system is None else system.text, turns[0].text, images, turns[1].text

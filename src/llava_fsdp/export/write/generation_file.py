@@ -10,7 +10,7 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from llava_fsdp.data.processor.image_template import open_image_template
-from llava_fsdp.data.text.chat_template.jinja_template import OWN, open_template
+from llava_fsdp.data.text.chat_template.jinja_template import OWN, open_template, stops_of
 from llava_fsdp.data.text.chat_template.template_file import find_code
 from llava_fsdp.data.text.tokens.detokenize import ends_in_special, eos_ids, find_stops
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer, read_optional
@@ -39,11 +39,12 @@ def find_ends(parts: Parts, template_name: str, folders: Iterable[Path] = ()) ->
     `generation_config.json` in further `folders` of the model may name more tokens.
     """
     folder, language = parts.language_folder, parts.language
-    tokenizer, stop = None, ""
+    tokenizer, stop, stops = None, "", ()
     if has_tokenizer(folder):
         tokenizer = open_tokenizer(folder, language.vocab_size)
-        stop = open_template(template_name, folder, tokenizer).stop
-    ends = find_stops(tokenizer, stop, language.eos_token_id, (folder, *folders))
+        template = open_template(template_name, folder, tokenizer)
+        stop, stops = template.stop, stops_of(template)
+    ends = find_stops(tokenizer, stops, language.eos_token_id, (folder, *folders))
     if tokenizer is None or not stop or ends_in_special(tokenizer, stop):
         return sorted(ends), None
     ends |= tokens_with(tokenizer, stop)
@@ -85,10 +86,10 @@ def ends_of_class(folder: Path, language: Any) -> dict[int, str] | None:
         return None
     tokenizer = open_tokenizer(folder, language.vocab_size)
     try:
-        stop = open_image_template(OWN, folder, tokenizer).stop
+        stops = stops_of(open_image_template(OWN, folder, tokenizer))
     except ConfigError:  # such a model is not trained, and a conversion of it keeps the file
         return None
-    ends = sorted(find_stops(tokenizer, stop, language.eos_token_id, (folder,)))
+    ends = sorted(find_stops(tokenizer, stops, language.eos_token_id, (folder,)))
     return {end: tokenizer.name(end) or "" for end in ends}
 
 

@@ -139,7 +139,7 @@ def begins_with_bos(template: Template | ChatTemplate, folder: Path) -> bool:
     """Return whether the language model's own chat template writes the BOS token, so that transformers' processor must
     not add one; False for a conversation template of llava_fsdp."""
     bos = special_tokens(folder).get("bos_token")
-    if bos is None or not isinstance(template, ChatTemplate):
+    if not bos or not isinstance(template, ChatTemplate):
         return False
     return template.render([Message("human", TEXT, ("What is it?",))]).startswith(bos)
 

@@ -1,5 +1,6 @@
 """Print a plan as tables, or convert it to a JSON object."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,12 @@ def show_plan(
     """
     machine, samples = planner.machine, planner.samples
     world_size, memory = rows[0].world_size, gigabytes(machine.memory)
-    devices = f"{world_size} x {machine.name} of {memory} GB"
+    devices = f"on {world_size} x {machine.name} of {memory} GB"
     if machine.gpu is None:
-        devices = f"{machine.name}, which {world_size} ranks share, of {memory} GB each"
+        devices = f"{world_size} ranks on {machine.name}, {memory} GB for each rank"
     console.print(
         f"{planner.cfg.model.checkpoint or planner.cfg.model.name}, stage={planner.cfg.stage.name}: "
-        f"{planner.trainable:,} parameters train, on "
+        f"{planner.trainable:,} parameters train, "
         f"{devices}, {gigabytes(rows[0].usable)} GB for tensors"
     )
     # without tiles, as in whole models, each image token counts as one
@@ -97,7 +98,7 @@ def all_steps(planner: Planner, row: PlanRow) -> str:
     """Return how long the whole training takes, if its number of steps is known."""
     cfg, steps = planner.cfg, planner.cfg.max_steps
     if steps is None and planner.samples.count is not None:
-        steps = cfg.epochs * planner.samples.count // cfg.global_batch_size
+        steps = cfg.epochs * math.ceil(planner.samples.count / cfg.global_batch_size)
     return f"; about {duration(steps * row.step.seconds)} for {steps:,} steps" if steps else ""
 
 

@@ -39,7 +39,7 @@ BEGUN_FILE = ".begun"
 PAIR_REFERENCE = "pair_reference.safetensors"
 """Name of the file with the log-probabilities of answers by the model at the start (pref.reference=stored)."""
 HELD_OUT_PAIR_REFERENCE = "held_out_pair_reference.safetensors"
-"""Name of the same file of the validation's records."""
+"""Name of the file with those of the held-out records."""
 WRITTEN_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",

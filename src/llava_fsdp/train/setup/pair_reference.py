@@ -1,15 +1,15 @@
 """Compute the log-probabilities of the reference of pairs with the weights at the start, once, and store them.
 
-A file in the run's folder has a value for each answer of each record that is trained on, another one those of the
-validation. They are written several times while the values are computed, so that an interrupted start continues. Their
-metadata say of which weights and data they are.
+A file in the run's folder has a value for each answer of each record that is trained on, and a second file has those of
+the held-out records. They are written several times while the values are computed, so that an interrupted start
+continues. Their metadata say of which weights and data they are.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -47,6 +47,8 @@ class StoredReference:
     """Digest of all weights of the model."""
     data: str
     """Digest of the records and their encoding."""
+    batches: str
+    """Digest of the batches in which the values are computed."""
     run: str
     """Identifier of the run that has these values."""
     done: int
@@ -56,8 +58,9 @@ class StoredReference:
 
     def write(self, path: Path) -> None:
         """Replace the file."""
-        facts = {"weights": self.weights, "data": self.data, "run": self.run, "done": str(self.done)}
-        replace_file(path, save({TABLE: self.table.cpu()}, {key: json.dumps(value) for key, value in facts.items()}))
+        facts = {name: str(value) for name, value in vars(self).items() if name != "table"}
+        content = save({TABLE: self.table.cpu()}, {key: json.dumps(value) for key, value in facts.items()})
+        replace_file(path, content, durable=True)  # every later checkpoint needs it
 
     @classmethod
     def read(cls, path: Path) -> "StoredReference | None":
@@ -68,9 +71,9 @@ class StoredReference:
             content = path.read_bytes()
             size = int.from_bytes(content[:8], "little")
             facts = json.loads(content[8 : 8 + size])["__metadata__"]
-            values = {key: json.loads(facts[key]) for key in ("weights", "data", "run", "done")}
-            done, table = int(values["done"]), load(content)[TABLE]
-            return cls(values["weights"], values["data"], values["run"], done, table)
+            names = (own.name for own in fields(cls) if own.name != "table")
+            values = {name: json.loads(facts[name]) for name in names}
+            return cls(**values | {"done": int(values["done"])}, table=load(content)[TABLE])
 
 
 def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> None:
@@ -98,7 +101,7 @@ def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Cal
     state.pair_reference = open_reference(state, reference, resumed, progress)
     if state.held_out is not None:
         loader = state.held_out.loader
-        reference = ReferenceFile(folder / HELD_OUT_PAIR_REFERENCE, loader, lambda: loader)
+        reference = ReferenceFile(folder / HELD_OUT_PAIR_REFERENCE, loader, lambda: loader, is_held_out=True)
         state.held_out_pair_reference = open_reference(state, reference, resumed, progress)
 
 
@@ -110,7 +113,9 @@ class ReferenceFile:
     loader: Loader
     """Has the samples."""
     open_loader: Callable[[], Loader]
-    """Opens a loader of the same samples that has each once. Collective."""
+    """Opens a loader that has each of the samples at most once. Collective."""
+    is_held_out: bool = False
+    """Whether the samples are those of the validation."""
 
 
 def open_reference(
@@ -121,13 +126,16 @@ def open_reference(
     path, loader = reference.path, reference.loader
     stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
     run = on_first_rank(lambda: state.run, "")
-    data = digest(loader.steps.fingerprints())
+    data = data_digest(loader)
     if resumed:
-        if stored is None or stored.run != run or stored.data != data:
-            without = ", set val.every=null" if path.name == HELD_OUT_PAIR_REFERENCE else ""
+        is_other = stored is None or stored.run != run or stored.data != data
+        # all samples that are trained on have a value; of the held-out ones only those of the batches
+        if stored is None or is_other or (reference.is_held_out and stored.batches != batches_digest(loader)):
+            without = ", set val.every=null" if reference.is_held_out else ""
             raise CheckpointError(
                 f"{path}, with the log-probabilities of the model at the start of this run, is missing, of another run "
-                f"or of other records; put it and the records back{without}, or start over with checkpoint.resume=never"
+                f"or of other records; put it, the records and val.limit back{without}, or start over with "
+                "checkpoint.resume=never"
             )
         return stored.table.to(loader.device)
     if stored is not None and (stored.weights, stored.data) != (state.start_digest, data):
@@ -135,22 +143,34 @@ def open_reference(
             f"{path} is of other weights, records or settings of their encoding than this run has; remove it, set them "
             "back, or start over with checkpoint.resume=never"
         )
-    table = torch.full((len(loader.steps.records), 2), math.nan)
-    start = stored or StoredReference(state.start_digest, data, run, 0, table)
-    return compute(state, reference, replace(start, run=run), progress)
+    opened = reference.open_loader()
+    batches = batches_digest(opened)
+    if stored is None or stored.batches != batches:
+        table = torch.full((len(loader.steps.records), 2), math.nan)
+        stored = StoredReference(state.start_digest, data, batches, run, 0, table)
+    return compute(state, opened, path, replace(stored, run=run), progress)
 
 
-def digest(fingerprints: dict[str, str]) -> str:
-    """Return a digest of the records and their encoding."""
-    return hashlib.sha256(f"{fingerprints['dataset']} {fingerprints['encoding']}".encode()).hexdigest()[:32]
+def data_digest(loader: Loader) -> str:
+    """Return a digest of the records and of all that changes their token ids, labels and images."""
+    steps = loader.steps
+    of_all = steps.records.fingerprint, steps.encoder.fingerprint, steps.image_reader.fingerprint
+    return hashlib.sha256(json.dumps(of_all).encode()).hexdigest()[:32]
+
+
+def batches_digest(loader: Loader) -> str:
+    """Return a digest of the samples of each batch."""
+    sampler = loader.steps.sampler
+    assert isinstance(sampler, HeldOutSampler)
+    return hashlib.sha256(json.dumps(sampler.steps).encode()).hexdigest()[:32]
 
 
 def compute(
-    state: TrainState, reference: ReferenceFile, start: StoredReference, progress: Callable[[], None]
+    state: TrainState, loader: Loader, path: Path, start: StoredReference, progress: Callable[[], None]
 ) -> torch.Tensor:
-    """Run forward passes over all samples that `start` does not have, write the table now and then and at the end, and
-    return it, on the device. Collective."""
-    world, model, loader = state.parallelism.world, state.model, reference.open_loader()
+    """Run forward passes over all samples that `start` does not have, write the table into the file `path` now and then
+    and at the end, and return it, on the device. Collective."""
+    world, model = state.parallelism.world, state.model
     table = torch.full_like(start.table, math.nan, device=loader.device)
     if world.is_first:
         table.copy_(start.table)
@@ -160,7 +180,10 @@ def compute(
         known = (~table.isnan()).to(table.dtype)
         whole = sum_over_ranks(table.nan_to_num()) / sum_over_ranks(known)  # NaN where no rank has a value
         now = replace(start, done=done, table=whole)
-        on_first_rank(lambda: now.write(reference.path), "the reference cannot be written")
+        on_first_rank(
+            lambda: now.write(path),
+            f"{path} cannot be written; make room, and the same command continues the computation",
+        )
         return whole
 
     if done < last and world.is_first:

@@ -22,7 +22,7 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.data.text.chat_template.answer_target import Asked
 from llava_fsdp.data.text.chat_template.bounded_jinja import BREAKS, TemplateRefused, render
-from llava_fsdp.data.text.chat_template.chat_features import Features, learn_features
+from llava_fsdp.data.text.chat_template.chat_features import ASKED, CALL, TOOL, Features, learn_features, said
 from llava_fsdp.data.text.chat_template.chat_layout import MARK, MARKS, NO_END, Layout, Unfit, answer_end, learn
 from llava_fsdp.data.text.chat_template.message_parts import (
     IMAGE,
@@ -143,6 +143,17 @@ class ChatTemplate:
             return self._stop
         except Unfit:
             return self.features.stop
+
+    @cached_property
+    def call_stop(self) -> str:
+        """The special token that ends an answer with a call of a tool; empty if the template shows no calls."""
+        turns = [said("human", ASKED), said("gpt", "", calls=(CALL,))]
+        try:
+            text = Asked(self, self.features, turns, (TOOL,)).target(1).text if self.features.tools else ""
+        except Unfit:
+            return ""
+        special = self.tokenizer.find_special(text)
+        return text[slice(*special[-1])] if special else ""
 
     @cached_property
     def _stop(self) -> str:
@@ -411,6 +422,12 @@ def read_image_parts(folder: Path) -> ImageParts | None:
         before=token("start_image_token", "<img>"),
         after=token("end_image_token", "</img>"),
     )
+
+
+def stops_of(form: Template | ChatTemplate) -> tuple[str, ...]:
+    """Return the texts that end an answer of a model that was trained with a template: one without calls of tools, and
+    one with them."""
+    return (form.stop, form.call_stop) if isinstance(form, ChatTemplate) else (form.stop,)
 
 
 def unfit(chat_template: ChatTemplate) -> str | None:

@@ -16,17 +16,20 @@ character."""
 
 
 def find_stops(
-    tokenizer: Tokenizer | None, stop: str, ends: int | list[int] | None, folders: Iterable[Path]
+    tokenizer: Tokenizer | None,
+    stops: Iterable[str],
+    ends: int | list[int] | None,
+    folders: Iterable[Path],
 ) -> frozenset[int]:
     """Return the ids of the tokens that end a generated answer: every `eos_token_id` in the files `config.json` and
-    `generation_config.json` of a model, and the token that ends an answer in its conversation template.
+    `generation_config.json` of a model, and the tokens that end an answer in its conversation template.
 
-    The template's token is the last token of `stop`, if this is a special token, or if `stop` is a single token.
-    Another text that ends an answer has to be looked for in the generated text.
+    A template's token is the last token of one of `stops`, if this is a special token, or if the text is a single
+    token. Another text that ends an answer has to be looked for in the generated text.
 
     Args:
-        tokenizer: None: the model has none, and `stop` is not used.
-        stop: text that ends an answer in the conversation template.
+        tokenizer: None: the model has none, and `stops` are not used.
+        stops: texts that end an answer in the conversation template (`stops_of`).
         ends: `eos_token_id` of the language model's configuration.
         folders: folders of the model with these files, which may be absent.
 
@@ -39,9 +42,10 @@ def find_stops(
             content = read_optional(folder / name)
             parts = (content, content.get("text_config"))
             found |= {end for part in parts for end in eos_ids(part, folder / name)}
-    last = [] if tokenizer is None else tokenizer.encode(stop)
-    if last and (len(last) == 1 or ends_in_special(tokenizer, stop)):
-        found.add(last[-1].id)
+    for stop in stops:
+        last = [] if tokenizer is None else tokenizer.encode(stop)
+        if last and (len(last) == 1 or ends_in_special(tokenizer, stop)):
+            found.add(last[-1].id)
     return frozenset(found)
 
 

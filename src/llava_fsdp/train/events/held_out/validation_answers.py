@@ -11,6 +11,7 @@ from torch import nn
 from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.records.record import count_images
+from llava_fsdp.data.text.chat_template.jinja_template import stops_of
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
@@ -76,7 +77,8 @@ class AnswerGenerator:
         self.tokenizer = self.loader.steps.encoder.tokenizer
         self.stop = self.loader.steps.encoder.template.stop
         folders = [model.parts.language_folder]
-        self.stops = find_stops(self.tokenizer, self.stop, self.language.eos_token_id, folders)
+        stops = stops_of(self.loader.steps.encoder.template)
+        self.stops = find_stops(self.tokenizer, stops, self.language.eos_token_id, folders)
         several = bool(self.questions) and cfg.val.batch_size > 1
         self.alone = several and on_first_rank(lambda: answers_alone(model.parts), "cannot try padded prompts")
         """Whether each question is answered in a batch of its own, because padding would change its answer."""
