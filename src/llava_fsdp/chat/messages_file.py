@@ -30,8 +30,8 @@ def read_messages_file(path: Path) -> Question:
         raise DataError(unread_reason(record.where, record.unread), Kind.media_not_read)
     if not record.turns or record.turns[-1].role not in READS_IMAGES:
         raise DataError(
-            f"{record.where}: its last turn must be a question (role user) or the result of a call (role tool); add one, "
-            "or take the last answer out",
+            f"{record.where}: its last turn must be a question (role user) or the result of a call (role tool); add "
+            "one, or take the last answer out",
             Kind.odd_turns,
         )
     check_turns(replace(record, turns=(*record.turns, Turn("gpt", ""))))

@@ -264,8 +264,8 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
     if turns[1].calls:
         raise DataError(
-            f"{record.where}: its first answer calls {turns[1].calls[0].name}, and calls are not scored; leave the record "
-            "out, or with val.every set val.answers=0: the loss is measured all the same"
+            f"{record.where}: its first answer calls {turns[1].calls[0].name}, and calls are not scored; leave the "
+            "record out, or with val.every set val.answers=0: the loss is measured all the same"
         )
     images = min(len(record.images), turns[0].text.count(IMAGE_TAG))
     return None if system is None else system.text, turns[0].text, images, turns[1].text
