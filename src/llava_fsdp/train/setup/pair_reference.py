@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -72,8 +73,8 @@ class StoredReference:
             size = int.from_bytes(content[:8], "little")
             facts = json.loads(content[8 : 8 + size])["__metadata__"]
             names = (own.name for own in fields(cls) if own.name != "table")
-            values = {name: json.loads(facts[name]) for name in names}
-            return cls(**values | {"done": int(values["done"])}, table=load(content)[TABLE])
+            values: dict[str, Any] = {name: json.loads(facts[name]) for name in names}
+            return cls(**values | {"done": int(values["done"]), "table": load(content)[TABLE]})
 
 
 def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from llava_fsdp.config import (
     FULL_WEIGHT,
+    OWN_TEMPLATE,
     ActivationCheckpointing,
     Config,
     DType,
@@ -102,7 +103,9 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
         facts.add_row("base", describe_quantized(cfg, weights.values()))
-    facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.trained_template}")
+    is_own = cfg.trained_template.partition("-")[0] == OWN_TEMPLATE  # it is recorded with a digest
+    template = "the model's own chat template" if is_own else f"template {cfg.trained_template}"
+    facts.add_row("data", f"{describe_data(cfg, records)}, {template}")
     facts.add_row("steps", describe_steps(cfg, loader, float(np.mean(records.lengths))))
     facts.add_row("learning", describe_learning(cfg.optim, weights, run.parts))
     facts.add_row("sharding", describe_sharding(cfg, world))
