@@ -37,7 +37,7 @@ def show_plan(
     world_size, memory = rows[0].world_size, gigabytes(machine.memory)
     devices = f"on {world_size} x {machine.name} of {memory} GB"
     if machine.gpu is None:
-        devices = f"{world_size} ranks on {machine.name}, {memory} GB for each rank"
+        devices = f"{world_size} rank{'s' * (world_size > 1)} on {machine.name}, {memory} GB for each rank"
     console.print(
         f"{planner.cfg.model.checkpoint or planner.cfg.model.name}, stage={planner.cfg.stage.name}: "
         f"{planner.trainable:,} parameters train, "
