@@ -1,6 +1,7 @@
 """Answers are taught as they will be generated: the ids before each are those of the template's own prompt, for random
 conversations with thoughts, calls, results and images (tests/support/conversations.py has the judge)."""
 
+import contextlib
 import random
 import re
 from dataclasses import replace
@@ -18,10 +19,12 @@ from tiers import slow_after
 from llava_fsdp.config import Answers, EmptyThoughts, History, Thoughts, TooLong
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Call, Record, Turn
+from llava_fsdp.data.text.chat_template.jinja_template import stops_of
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.data.text.tokens.detokenize import find_stops
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 PUBLISHED, CHANGED = published(), changed()
@@ -46,6 +49,7 @@ REASONS = {
     "answers after results": ("without the header",),
 }
 """{what a template cannot show: texts in the reasons for which a record with it is refused}."""
+WITH_CALL_STOPS = ("gptoss", "glm4moe", "gemma4")
 CANNOT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3_1", "llama3_2"), ("parallel calls", "a text beside calls")),
     "gptoss": ("parallel calls", "thoughts of turns with calls and a text"),
@@ -159,6 +163,21 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "", "par
 ASK = Turn("human", "what?")
 LOOP = (ASK, Turn("gpt", "", thought="hm", calls=(CALL,)), Turn("tool", "done", calls=(CALL,)),
         Turn("gpt", "red", thought="zq"), Turn("human", "and now?"), Turn("gpt", "blue", thought="xv"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_after(3, [*WITH_CALL_STOPS, *sorted(PUBLISHED.keys() - {*WITH_CALL_STOPS})]))
+def test_the_last_token_of_a_taught_call_ends_a_generated_answer(name: str, tmp_path: Path) -> None:
+    """Templates whose calls end with another token than other answers first."""
+    form = open_form(PUBLISHED[name], tmp_path / "lm")
+    encode = ExactEncoder(form.tokenizer, form, rows_of, UNLIMITED, TooLong.fail, teaching=TRAIN)
+    stops, ends = find_stops(form.tokenizer, stops_of(form), None, []), set()
+    for thought in (None, "hm"):
+        turn = Turn("gpt", "", thought=thought, calls=(CALL,))
+        with contextlib.suppress(DataError):  # not every template shows calls, or thoughts
+            (sample,) = encode.samples(record(ASK, turn, tools=[LOOK]), UNLIMITED)
+            ends.add(int(sample.labels[sample.labels != IGNORE][-1]))
+    assert ends <= stops and bool(ends) == bool(form.call_stop)
+    assert (name in WITH_CALL_STOPS) <= (form.call_stop != form.stop)
 
 
 def test_a_thought_of_an_earlier_turn_is_not_kept(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def refuse_tools(turns: Sequence[Turn], tools: Sequence[object], where: str) -> 
     found = "tools" if tools else next((name_extra(turn) for turn in turns if name_extra(turn)), None)
     if found is not None:
         raise DataError(
-            f"{where} has {found}, which only a model's own chat template can write; set data.template="
-            "chat_template with a model that has one, or take the record out",
+            f"{where} has {found}, which only a model's own chat template can write; take them out, or train with "
+            "data.template=chat_template and a model that has one",
             Kind.key_not_obeyed if found == "thoughts" else Kind.wrong_roles,
         )
 

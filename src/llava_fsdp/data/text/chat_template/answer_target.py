@@ -109,7 +109,9 @@ class Asked:
         own, before, variables = self.messages[turn], self.messages[:turn], self.variables(turn)
         prompt = self.prompt(turn, variables)
         cue = prompt[shared(prompt, self.write(before, **variables)) :]
-        marked = replace(own, texts=(SAID,)) if own.texts[0].strip() else own
+        # white space beside a thought or calls stays, because some templates write such an answer in another way
+        is_alone = own.texts[0] and own.thought is None and not own.calls
+        marked = replace(own, texts=(SAID,)) if own.texts[0].strip() or is_alone else own
         marked = marked if own.thought is None else replace(marked, thought=THOUGHT)
         shown, seen = (self.write([*before, answer], **variables) for answer in (own, marked))
         return AnswerTexts(prompt, cue, shown, seen)
@@ -183,6 +185,7 @@ def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]
     `opener` is that of the template's features."""
     prompt, shown = texts.prompt, texts.shown
     start = len(prompt) if shown.startswith(prompt) else behind_cue(texts)
+    start = behind_other_spaces(texts) if start is None else start
     if start is not None:
         if own.thought is not None and THOUGHT not in texts.marked[start:]:
             raise Unfit("does not show the thought of this turn")
@@ -199,16 +202,27 @@ def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]
 
 def behind_cue(texts: AnswerTexts) -> int | None:
     """Return where in F the cue ends that stands last before the answer; None without one."""
-    places = [place for mark in (SAID, THOUGHT) if (place := texts.marked.find(mark)) >= 0]
-    place = texts.marked.rfind(texts.cue, 0, min(places, default=len(texts.shown))) if texts.cue else -1
+    place = texts.marked.rfind(texts.cue, 0, first_mark(texts.marked)) if texts.cue else -1
     end = place + len(texts.cue)
     return end if place >= 0 and texts.shown.startswith(texts.marked[:end]) else None
+
+
+def behind_other_spaces(texts: AnswerTexts) -> int | None:
+    """Return where in F the answer begins if the text before it differs from the prompt in white space alone; else
+    None."""
+    before = texts.marked[: first_mark(texts.marked)]
+    return len(before) if before.split() == texts.prompt.split() and texts.shown.startswith(before) else None
+
+
+def first_mark(marked: str) -> int:
+    """Return the place of the first marker text of an answer; the length of the text if there is none."""
+    return min((place for mark in (SAID, THOUGHT) if (place := marked.find(mark)) >= 0), default=len(marked))
 
 
 def find_spans(own: Message, rest: str, marked: str, shows_thought: bool) -> dict[str, Stretch]:
     """Return {marker text: range of characters} of the thought and the text of an answer in the end of F (`rest`), by
     the same end with marker texts (`marked`). Raise Unfit if it is not `marked` with both texts in their places."""
-    wanted = {SAID: own.texts[0]} if own.texts[0].strip() else {}
+    wanted = {SAID: own.texts[0]} if own.texts[0].strip() or SAID in marked else {}
     if own.thought is not None and shows_thought:
         wanted[THOUGHT] = own.thought
     names = {SAID: "text", THOUGHT: "thought"}

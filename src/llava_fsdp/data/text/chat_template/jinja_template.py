@@ -147,13 +147,15 @@ class ChatTemplate:
     @cached_property
     def call_stop(self) -> str:
         """The special token that ends an answer with a call of a tool; empty if the template shows no calls."""
-        turns = [said("human", ASKED), said("gpt", "", calls=(CALL,))]
-        try:
-            text = Asked(self, self.features, turns, (TOOL,)).target(1).text if self.features.tools else ""
-        except Unfit:
-            return ""
-        special = self.tokenizer.find_special(text)
-        return text[slice(*special[-1])] if special else ""
+        for thought in (None, "It is red.") if self.features.tools else ():  # some take no call without a thought
+            turns = [said("human", ASKED), said("gpt", "", thought=thought, calls=(CALL,))]
+            try:
+                text = Asked(self, self.features, turns, (TOOL,)).target(1).text
+            except Unfit:
+                continue
+            special = self.tokenizer.find_special(text)
+            return text[slice(*special[-1])] if special else ""
+        return ""
 
     @cached_property
     def _stop(self) -> str:
