@@ -11,7 +11,7 @@ LABELS = {
     "between": "what stands between the assistant's marker and the next end marker",
     "behind": "all behind the assistant's first marker, without end markers, as padding is the same token",
 }
-SHARES = {"call": "right call", "stop": "stops after it", "invented": "invents the result", "both": "right to the end"}
+SHARES = {"call": "right call", "stop": "stops after it", "invented": "invents the result", "all": "right to the end"}
 
 
 def tool_calls() -> str:

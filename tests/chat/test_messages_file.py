@@ -82,15 +82,19 @@ def test_a_conversation_with_tools_is_asked_as_its_template_writes_it(
 def test_what_is_printed_is_the_answer(
     data: tuple[Path, Example], assistant: Assistant, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing but the answer to the file's last turn, and another one with another result."""
-    said = []
+    """Nothing but the answer to the file's last turn, which is asked with its result."""
+    asked = []
     for result in ("five", "ten"):
         messages = [*data[1].record["messages"][:2], {**data[1].record["messages"][2], "content": result}]
         path = written(data, {**data[1].record, "messages": messages})
         words = (f"model.checkpoint={assistant.checkpoint}", f"messages={path}", "max_new_tokens=9", "thoughts=hide")
         chat.chat(command_config(ChatConfig, "chat", *words))
-        said.append(capsys.readouterr().out)
-        assert said[-1].strip() == assistant.answers([read_messages_file(path)], 9)[0].strip()
+        own = read_messages_file(path)
+        assert capsys.readouterr().out.strip() == assistant.answers([own], 9)[0].strip()
+        images = [assistant.load_image(image, "") for image in own.images]
+        ids, _ = assistant.encode_question(own.turns, images, "", own.tools)
+        asked.append(assistant.tokenizer.decode(ids[ids != IMAGE_ID].tolist()))
+    assert asked[0].replace("five", "ten") == asked[1] != asked[0]
 
 
 ANSWERED = {"role": "assistant", "content": "red"}
@@ -139,5 +143,5 @@ def test_a_template_of_llava_shows_no_tools(noise: Path, data: tuple[Path, Examp
     with pytest.raises(DataError, match=r"talk\.json") as caught:
         own.encode_question(question.turns, images, question.where, question.tools)
     assert caught.value.kind is Kind.wrong_roles
-    ran = command("llava_fsdp.chat", f"model.checkpoint={noise}", f"messages={tmp_path / 'none.json'}", cwd=tmp_path)
-    assert ran.returncode == 2 and "messages=" in ran.stderr
+    ran = command("llava_fsdp.chat", f"model.checkpoint={noise}", f"messages={path}", cwd=tmp_path)
+    assert ran.returncode == 2 and "the conversation has tools" in ran.stderr

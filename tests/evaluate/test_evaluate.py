@@ -346,6 +346,7 @@ def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
         [
             (lambda rows: rows[0].update(prompt="another"), "answers a question 0 .*'another'.* not among these 5"),
             (lambda rows: rows[1]["metadata"].update(number=77), "answers a question 77 .*suffix or limit"),
+            (lambda rows: rows[2]["metadata"].update(tools="0"), "answers a question 2 .*other questions or tools"),
             (lambda rows: rows[0]["metadata"]["how"].update(max_new_tokens=9), "max_new_tokens=9 there, 4 here"),
             (lambda rows: rows[0]["metadata"]["how"].update(model="0"), "model=0 there"),
             (lambda rows: rows[0].pop("metadata"), "a line that this program has not written"),

@@ -373,7 +373,8 @@ def agent_messages(has_parts: bool, arguments: object) -> list[dict[str, Any]]:
         said("system", "be kind"), said("user", "what?"),
         said("assistant", "", reasoning_content="hm", tool_calls=calls[:1]),
         said("tool", "done", name="look", tool_call_id=IDS[0]), said("assistant", "", tool_calls=calls[1:]),
-        said("tool", "<b> é", name="look", tool_call_id=IDS[1]), said("assistant", "red", reasoning_content="zq"),
+        said("tool", "<b> é <image>", name="look", tool_call_id=IDS[1]),
+        said("assistant", "red", reasoning_content="zq"),
         said("user", "and now?"), said("assistant", "blue"),
     ]  # fmt: skip
 
@@ -416,7 +417,7 @@ def test_thoughts_and_calls_are_those_of_a_model_s_own_template(name: str, tmp_p
         compared += 1
     assert compared or not template.features.tools
     without_result, without_call = [*messages[:3], messages[7]], [*messages[:2], messages[3]]
-    for wrong in (without_result, without_call) if template.features.tools else (without_call,):
+    for wrong in (without_result, without_call) if template.features.tools else (without_call, messages[:3]):
         with pytest.raises(TemplateError):
             theirs.apply_chat_template(wrong, tokenize=False)
 

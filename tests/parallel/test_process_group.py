@@ -288,9 +288,9 @@ def test_who_waits_for_a_rank_says_so(
     meeting: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At intervals, and only the first of those that have come."""
-    monkeypatch.setattr(meet_module, "TELL", 0.2)
+    monkeypatch.setattr(meet_module, "TELL", 0.3)
     with caplog.at_level("WARNING"):
-        assert meeting((0, 3, 0), (1, 3, 0), (2, 3, 0.7)) == ["met"] * 3
+        assert meeting((0, 3, 0), (1, 3, 0), (2, 3, 0.95)) == ["met"] * 3
     said = [record.message for record in caplog.records if "waiting" in record.message]
     assert 1 <= len(said) <= 3 and all("rank 2 of 3" in text for text in said)
 

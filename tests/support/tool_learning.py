@@ -4,6 +4,7 @@ with labels that are found by a search for role markers, and how well it calls."
 import json
 import random
 import re
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,15 +67,16 @@ SCHEMAS = [
 CHANCE = 1 / (len(TOOLS) * len(COLOURS))
 """Share of right calls of a model that sees no image."""
 RECORDS, STEPS, HELD_OUT = 2400, 320, 100
-"""Of the training that `train_with` makes by default, and of what it is measured with."""
+"""Numbers of records and steps of the training that `train_with` makes by default, and of examples to measure with."""
 MOST_TOKENS = 64
-"""Of an answer; a right one has fewer than 40."""
+"""Greatest number of tokens of an answer; a right one has fewer than 40."""
 
 
 class Labels(Enum):
     """How the labels of a training are found."""
 
     exact = "exact"
+    """By the project."""
     between = "between the markers"
     """The text of the whole conversation is searched: what stands between the assistant's marker and the next end
     marker is learnt. So nothing that ends an answer is."""
@@ -138,9 +140,9 @@ class SearchedEncoder(ExactEncoder):
         return [self.encode(segments, record, len(record.images))]
 
     @staticmethod
+    @abstractmethod
     def divide(text: str) -> Iterator[tuple[str, bool]]:
         """Divide the text behind the assistant's first marker into pieces, each with whether it is learnt."""
-        raise NotImplementedError
 
 
 class Between(SearchedEncoder):
@@ -240,8 +242,8 @@ def measure(run: Path, examples: Sequence[Example], images: Path) -> dict[str, f
     call: its first call has the right name and arguments.
     stop: nothing follows this call.
     invented: a number follows it, as only the tool's result and the final answer have.
-    answer: the answer to what the tool says to this call is right.
-    both: all of this is right, as a program needs it that runs the tool when the answer ends.
+    answer: the call is right, and so is the answer to the tool's result, with the model's own thought before the call.
+    all: call, stop and answer are right, as a program needs it that runs the tool when the answer ends.
     """
     conversation = Conversation(open_assistant(str(run)))
     found: Counter[str] = Counter()
@@ -256,9 +258,14 @@ def measure(run: Path, examples: Sequence[Example], images: Path) -> dict[str, f
         found["invented"] += any(number in behind for number in NUMBERS)
         if call is None:
             continue
-        asked = {**messages[1], "tool_calls": [{"id": "call_0", "type": "function", "function": call}]}
+        asked = {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": first.thought,
+            "tool_calls": [{"id": "call_0", "type": "function", "function": call}],
+        }
         result = {**messages[2], "content": own.tool(call)}
         last = reply(conversation, own.record, [messages[0], asked, result], images)
-        found["answer"] += (is_answered := last.has_ended and last.text == own.answer)
-        found["both"] += is_answered and stops and is_right
-    return {name: found[name] / len(examples) for name in ("thought", "call", "stop", "invented", "answer", "both")}
+        found["answer"] += (is_answered := is_right and last.has_ended and last.text == own.answer)
+        found["all"] += is_answered and stops
+    return {name: found[name] / len(examples) for name in ("thought", "call", "stop", "invented", "answer", "all")}

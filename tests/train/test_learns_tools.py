@@ -25,10 +25,10 @@ def test_a_model_learns_to_call_a_tool_with_exact_labels_alone(
         train_with(labels, data, tmp_path / labels.name)
         found[labels] = measure(tmp_path / labels.name, held_out, images)
     exact = found[Labels.exact]
-    assert exact["call"] >= 0.8 and exact["answer"] >= 0.8 and exact["both"] >= 0.75, found
+    assert exact["call"] >= 0.8 and exact["answer"] >= 0.8 and exact["all"] >= 0.75, found
     assert exact["thought"] >= 0.8 and exact["stop"] >= 0.95 and exact["invented"] <= 0.02, found
     for labels in (Labels.between, Labels.behind):
-        assert found[labels]["stop"] <= 0.2 and found[labels]["both"] <= 0.2, found
+        assert found[labels]["stop"] <= 0.2 and found[labels]["all"] <= 0.2, found
     assert found[Labels.behind]["invented"] >= 0.5, found
 
     capsys.readouterr()

@@ -67,7 +67,8 @@ class Conversation:
         yield from self.reply([*self.turns, Turn("human", self.with_tags(text))], sampling)
 
     def go_on(self, question: Question, sampling: Sampling) -> Generator[str, None, None]:
-        """Take over a conversation with its tools, and yield the model's answer to its last turn, as `ask` does."""
+        """Forget the conversation, take over another one with its tools, and yield the model's answer to its last turn.
+        Raises the errors of `add` and `ask`, which leave an empty conversation."""
         self.reset()
         self.tools = question.tools
         count = count_images(question.images)

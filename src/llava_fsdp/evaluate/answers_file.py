@@ -106,7 +106,7 @@ class AnswersFile:
         try:
             row = json.loads(line)
             number, text, settings = row["metadata"]["number"], row["text"], dict(row["metadata"]["how"])
-            question_there = row["question_id"], row["prompt"], row["metadata"]["image"]
+            question_there = row["question_id"], row["prompt"], row["metadata"]["image"], row["metadata"].get("tools")
             is_cut = bool(row["metadata"].get("thought_cut"))
             question = self.by_number.get(number)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -116,12 +116,14 @@ class AnswersFile:
                 f"{k}={settings.get(k)} there, {v} here" for k, v in self.settings.items() if settings.get(k) != v
             ]
             raise ConfigError(f"{path} was answered with other settings: {', '.join(differences) or settings}; {cure}")
-        question_here = None if question is None else (question.id, question.prompt, list(question.images))
+        question_here = None
+        if question is not None:
+            question_here = question.id, question.prompt, list(question.images), tools_digest(question)
         if question_there != question_here or not isinstance(text, str):
             prompt_there = str(question_there[1])[-100:]
             raise ConfigError(
                 f"{path} answers a question {number} (id {question_there[0]}, {prompt_there!r}) that is not "
-                f"among these {len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
+                f"among these {len(self.questions)}: other questions or tools, another suffix or limit? Then {cure}"
             )
         return number, text, is_cut
 
@@ -173,6 +175,8 @@ class AnswersFile:
         """Return an answer as a line of JSON in LLaVA's format. `answer_id` is a hash of question and settings, so it
         is the same in each run."""
         metadata = {"number": question.number, "image": list(question.images), "how": self.settings}
+        if question.tools:
+            metadata["tools"] = tools_digest(question)
         row = {
             "question_id": question.id,
             "prompt": question.prompt,
@@ -224,6 +228,11 @@ def storage_errors(what: str) -> Iterator[None]:
         raise StorageError(
             f"{what} cannot be written: {error.strerror or error}; fix that, and the same command continues"
         ) from error
+
+
+def tools_digest(question: BenchmarkQuestion) -> str | None:
+    """Return a digest of the tools that the answer to a question may call; None without tools."""
+    return xxh3_64_hexdigest(json.dumps(question.tools).encode()) if question.tools else None
 
 
 def blank_file(path: Path) -> Path:

@@ -191,27 +191,27 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, vid
     has_tools = "tool_calls" in extra
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     content = "said.parts" if takes_parts else text
-    asked = parts_lines(video) if takes_parts else (*tags_of(video), *question_lines(template, start_end))
+    asked = parts_lines(video)
+    if not takes_parts:
+        asked = [*tags_of(video), *question_lines(template, start_end, results=has_tools)]
     return "\n".join(
         [
             "{%- set chat = namespace(messages=[], begun=false, asked=false, "
             + ("called=false, " * has_tools + "tags=[]) -%}"),
             "{%- for message in messages -%}",
-            *content_of(video, bare=has_tools),
+            *content_of(video, calls=has_tools),
             *(["{%- set said.parts = " + text + " -%}"] if takes_parts else []),
-            "{%- if message['role'] == 'user' -%}",
-            "{%- if chat.asked" + " or chat.called" * has_tools + " -%}",
+            *(RESULT_CHECKS if has_tools else ("{%- if message['role'] == 'user' -%}{%- if chat.asked -%}",)),
             raise_line("user and assistant take turns") + "{%- endif -%}",
             *asked,
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
-            *(RESULT_CHECKS if has_tools else ()),
             *checks_of(video),
             "{%- elif not chat.asked -%}",
             UNASKED + raise_line("user and assistant take turns") + "{%- endif -%}",
             "{%- else -%}",
             "{%- set chat.asked = false -%}",
-            *(["{%- set chat.called = message['tool_calls'] -%}"] if has_tools else []),
+            "{%- set chat.called = message['tool_calls'] -%}" if has_tools else NO_CALLS,
             "{%- endif -%}",
             *extra_lines(extra, content),
             "{%- if chat.begun or message['role'] == 'system' -%}",
@@ -238,11 +238,12 @@ def read_beside_text(template: ChatTemplate) -> list[str]:
 
 
 def extra_lines(keys: Sequence[str], content: str) -> list[str]:
-    """Return lines of Jinja code that add a message which has one of `keys`, or is the result of a call, as it is but
-    for its content, and begin the branch for all other messages. Without keys there are no lines."""
+    """Return lines of Jinja code that add a message which has one of `keys`, or is the result of a call if the template
+    shows calls, as it is but for its content, and begin the branch for all others. Without keys there are no lines."""
     if not keys:
         return []
-    has_extra = " or ".join([*(f"message['{key}']" for key in keys), "message['role'] == 'tool'"])
+    has_extra = " or ".join(f"message['{key}']" for key in keys)
+    has_extra += " or message['role'] == 'tool'" * ("tool_calls" in keys)
     content = f"({content} if said.text or not message['tool_calls'] else '')"
     return [
         "{%- if chat.begun and (" + has_extra + ") -%}",
@@ -280,19 +281,6 @@ def stretch_lines(text: str, gap: GapRule) -> list[str]:
     ]
 
 
-CONTENT = (
-    "{%- set said = namespace(text='') -%}",
-    "{%- if message['content'] is string -%}",
-    "{%- set said.text = message['content'] -%}",
-    "{%- else -%}",
-    "{%- for part in message['content'] -%}",  # inference servers that find this loop pass the content as a list
-    "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
-    "{%- elif part['type'] == 'text' -%}{%- set said.text = said.text ~ part['text'] -%}",
-    "{%- else -%}{{- raise_exception('a part of a message has type image or text') -}}{%- endif -%}",
-    "{%- endfor -%}",
-    "{%- endif -%}",
-)
-"""Jinja code that sets the variable `said.text` to the content of `message` as one text with `<image>` tags."""
 VIDEO_PART = "{%- elif part['type'] == 'video' -%}{%- set said.text = said.text ~ '<video>' -%}"
 TAGS = (
     "{%- set pieces = said.text.split('<__media') -%}",
@@ -349,7 +337,7 @@ def parts_lines(video: bool) -> list[str]:
 
 CHECKS = (
     "{%- elif '<image>' in said.text -%}",
-    raise_line("images belong to messages of the user"),
+    raise_line("images belong to questions, not to answers or the system message"),
     "{%- elif message['role'] == 'system' -%}"
     "{%- if not loop.first -%}" + raise_line("a system message comes first") + "{%- endif -%}",
     "{%- elif message['role'] != 'assistant' -%}",
@@ -357,11 +345,13 @@ CHECKS = (
 )
 """Jinja code that refuses messages which training refuses. It follows the branch `if message['role'] == 'user'`."""
 RESULT_CHECKS = (
-    "{%- elif message['role'] == 'tool' and '<image>' not in said.text -%}",
-    "{%- if not chat.called -%}" + raise_line("a result follows a call") + "{%- endif -%}",
-    "{%- set chat.asked = true -%}",
+    "{%- if message['role'] == 'user' or message['role'] == 'tool' -%}",
+    "{%- if message['role'] == 'tool' and not chat.called -%}" + raise_line("a result follows a call"),
+    "{%- elif message['role'] == 'user' and (chat.asked or chat.called) -%}",
 )
-"""Jinja code for the result of a call, before CHECKS."""
+"""Jinja code that begins the branch for questions and, with tools, the results of calls."""
+NO_CALLS = "{%- if message['tool_calls'] -%}" + raise_line("the template shows no calls of tools") + "{%- endif -%}"
+"""Jinja code that refuses an answer with calls, which training refuses."""
 VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
 """The first line of CHECKS if videos are accepted."""
 UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
@@ -374,11 +364,22 @@ def tags_of(video: bool) -> tuple[str, ...]:
     return (*TAGS[:-2], VIDEO_TAGS, *TAGS[-2:], VIDEO_AS_IMAGE) if video else TAGS
 
 
-def content_of(video: bool, bare: bool = False) -> tuple[str, ...]:
-    """Return the lines of CONTENT, with that for parts of type `video` if `video`. With `bare`, a message may have no
-    content, as one with calls."""
-    lines = (*CONTENT[:3], "{%- elif message['content'] -%}", *CONTENT[4:]) if bare else CONTENT
-    return (*lines[:6], VIDEO_PART, *lines[6:]) if video else lines
+def content_of(video: bool, calls: bool = False) -> list[str]:
+    """Return lines of Jinja code that set the variable `said.text` to the content of `message` as one text with
+    `<image>` tags. `video`: a part may have type `video`. `calls`: a message with calls may have no content."""
+    return [
+        "{%- set said = namespace(text='') -%}",
+        "{%- if message['content'] is string -%}",
+        "{%- set said.text = message['content'] -%}",
+        "{%- elif message['content'] or not message['tool_calls'] -%}" if calls else "{%- else -%}",
+        "{%- for part in message['content'] -%}",  # inference servers that find this loop pass the content as a list
+        "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
+        *([VIDEO_PART] if video else []),
+        "{%- elif part['type'] == 'text' -%}{%- set said.text = said.text ~ part['text'] -%}",
+        "{%- else -%}{{- raise_exception('a part of a message has type image or text') -}}{%- endif -%}",
+        "{%- endfor -%}",
+        "{%- endif -%}",
+    ]
 
 
 def checks_of(video: bool) -> tuple[str, ...]:
@@ -386,15 +387,16 @@ def checks_of(video: bool) -> tuple[str, ...]:
     return (VIDEO_CHECK, *CHECKS[1:]) if video else CHECKS
 
 
-def question_lines(template: Template | ChatTemplate, start_end: bool) -> list[str]:
+def question_lines(template: Template | ChatTemplate, start_end: bool, results: bool = False) -> list[str]:
     """Return lines of Jinja code that rewrite a user's message, in the variable `said.text`, as training does: a single
-    `<image>` tag is moved to its front. `start_end`: each image is between `<im_start>` and `<im_end>`."""
+    `<image>` tag is moved to its front. `start_end`: each image is between `<im_start>` and `<im_end>`. `results`: the
+    message may be the result of a call, in which tags stay where they are."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(template, start_end))
     if template.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
     return [
         pieces,
-        "{%- if pieces|length == 2 -%}",
+        "{%- if pieces|length == 2" + " and message['role'] == 'user'" * results + " -%}",
         "{%- set rest = pieces|join|trim -%}",
         f"{{%- set said.text = {tag} ~ ('\\n' ~ rest if rest else '') -%}}",
         "{%- else -%}",
