@@ -125,6 +125,16 @@ def test_tiles_and_image_tokens_of_a_report(counts: list[dict], tiles: float, ti
     assert (found.tiles, found.tile_tokens, found.image_tokens) == (tiles, tile_tokens, tiles * tile_tokens)
 
 
+def test_a_report_of_another_model_has_this_models_image_tokens() -> None:
+    """Its samples had 5 tokens for each of 16 images, and this model has 24."""
+    source = {"tokens": 400, "pictures": 16, "label_tokens": 40, "tiles": 16, "image_tokens": 80}
+    report = {"kept": 8, "lengths": {"histogram": []}, "sources": [source]}
+    found = samples_of_report(report, Path("report.json"), 500, ONE_TILE)
+    assert (found.tokens, found.image_tokens) == (50 + 2 * 19, 48)
+    source["image_tokens"] = 16 * 24 - 3  # some were truncated
+    assert samples_of_report(report, Path("report.json"), 500, ONE_TILE).tokens == 50
+
+
 def test_samples_without_a_dataset_have_photos() -> None:
     """Of one tile they are as they always were; of several they have as many tokens as a photo has."""
     cfg = config_of(["data.max_length=8192"])

@@ -82,7 +82,8 @@ def tiles_and_tokens_of_photo(rule: ImageRule) -> tuple[int, int]:
 
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageRule) -> Samples:
     """Return mean sample sizes from the report of a dataset's index, in which `path` is named as the source. Reports of
-    older versions do not count image tiles and image tokens: their images are assumed to have the size `PHOTO`.
+    older versions do not count image tiles and image tokens: their images are assumed to have the size `PHOTO`. If the
+    dataset was prepared for a model with another number of tokens for each image, the lengths are corrected.
 
     Raises:
         KeyError, TypeError, ValueError: the report has another structure.
@@ -99,8 +100,14 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     variance = sum(n * (middle - mean) ** 2 for middle, n in middles) / max(1, sum(n for _, n in middles))
     tiles = sums["pictures"] * tiles_and_tokens_of_photo(rule)[0] if counts[0] is None else counts[0]
     each = tokens_of_a_tile(tiles, counts[1], rule)
-    labels = sums["label_tokens"] / kept
-    return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each, kept)
+    labels, source = sums["label_tokens"] / kept, f"{kept:,} samples of {path}"
+    own_tiles, own_tokens = tiles_and_tokens_of_photo(rule)
+    # truncated samples may lack some image tokens
+    if tiles and not rule.needs_size(1) and not math.isclose(each, own_tokens / own_tiles, rel_tol=0.05):
+        mean += (own_tokens / own_tiles - each) * tiles / kept
+        source += f", prepared with {each:.3g} tokens an image and corrected"
+        each = own_tokens / own_tiles
+    return Samples(mean, tiles / kept, labels, math.sqrt(variance), source, each, kept)
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | None) -> float:
