@@ -20,6 +20,7 @@ from whole_models import IGNORE, WholeModel, assert_same_gradients, example_of, 
 
 from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
 from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.loop import run_micro_batches
 from llava_fsdp.train.main import settle_auto
 from llava_fsdp.train.setup.pair_reference import open_references
@@ -63,16 +64,28 @@ def log_probabilities(peer: Any, model: WholeModel, record: dict[str, Any]) -> t
     return logits[at].float().log_softmax(-1)[torch.arange(len(at)), example.labels[1:][at]]
 
 
+ONCE = "data.prompt_once=true"
+
+
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        pytest.param("gemma3", (), id="gemma3"),
+        pytest.param("qwen2_5_vl", (), id="qwen2_5_vl"),
+        pytest.param("qwen2_5_vl", (ONCE,), id="qwen2_5_vl-once"),
+        pytest.param("paddleocr_vl", (ONCE,), id="paddleocr_vl-once"),  # positions by rows and columns
+        pytest.param("aya_vision", (ONCE,), id="aya_vision-once", marks=pytest.mark.slow),
+    ],
+)
 def test_pairs_are_those_of_the_class(
-    name: str, size: int, whole: Whole, pools: dict[int, RankPool], tmp_path: Path
+    name: str, more: tuple[str, ...], size: int, whole: Whole, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     model = whole(name)
     records = write_pairs(model)
     pref = PrefConfig(beta=2.0, gamma=0.5, sft_weight=0.3, per_token=True)
     keys = "pref.beta=2.0", "pref.gamma=0.5", "pref.sft_weight=0.3", "pref.per_token=true", "pref.reference=none"
-    cfg = model.config(tmp_path, *keys, records="pairs", stage="prefer")
+    cfg = model.config(tmp_path, *keys, *more, records="pairs", stage="prefer")
     cfg = replace(cfg, micro_batch_size=2)
     run = gradients_of(single_world(), cfg) if size == 1 else pools[size].run(gradients_of, cfg)[0]
     peer, total = model.peer(), 0.0
@@ -85,6 +98,14 @@ def test_pairs_are_those_of_the_class(
         total += float(loss.detach())
     assert run[0] == pytest.approx(total, rel=1e-5)
     assert_same_gradients(run[1], {name: p.grad for name, p in peer.named_parameters() if p.grad is not None})
+
+
+def test_one_prompt_for_both_answers_needs_causal_attention(whole: Whole, tmp_path: Path) -> None:
+    """Gemma 3's tokens of an image attend to each other."""
+    model = whole("gemma3")
+    write_pairs(model)
+    with pytest.raises(ConfigError, match="prompt_once"):
+        gradients_of(single_world(), model.config(tmp_path, ONCE, records="pairs", stage="prefer"))
 
 
 TRL_FORMS = {

@@ -55,6 +55,9 @@ def test_what_does_not_go_together_is_refused(stage: str, override: str) -> None
         [LORA, "pref.form=hinge", "pref.label_smoothing=0.1"],
         [LORA, "pref.weight=0"],
         ["stage=finetune", "pref.beta=0.2"],
+        ["stage=finetune", "data.prompt_once=true"],
+        [LORA, "data.prompt_once=true", "pack=false"],
+        [LORA, "data.prompt_once=true", "model.balance_loss=0.01"],
         [LORA, "tokens_per_micro_batch=2048"],
     ],
 )

@@ -16,6 +16,7 @@ from small import make_config
 from steps import begin
 
 from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
+from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files.run_dir import HELD_OUT_PAIR_REFERENCE, PAIR_REFERENCE
@@ -108,15 +109,19 @@ def assert_plain(cfg: Config, weights: Weights, numbers: list[int], found: Found
 
 
 HYBRID = "sharding=hybrid", "sharding.shard_size=2"
+ONCE = "data.prompt_once=true"
 LAYOUTS = [
-    (1, ("sharding=zero3",)),
-    (2, ("sharding=zero3",)),
-    *(
-        pytest.param(size, keys, marks=pytest.mark.slow)
-        for size, keys in ((2, ("sharding=zero2",)), (4, ("sharding=zero3",)), (4, HYBRID))
-    ),
+    pytest.param(1, ("sharding=zero3",), id="1"),
+    pytest.param(1, ("sharding=zero3", ONCE), id="1-once"),
+    pytest.param(2, ("sharding=zero3",), id="2"),
+    pytest.param(2, ("sharding=zero3", ONCE), id="2-once", marks=pytest.mark.slow),
+    pytest.param(2, ("sharding=zero2",), id="2-zero2", marks=pytest.mark.slow),
+    pytest.param(4, ("sharding=zero3",), id="4", marks=pytest.mark.slow),
+    pytest.param(4, HYBRID, id="4-hybrid", marks=pytest.mark.slow),
+    pytest.param(4, (*HYBRID, ONCE), id="4-hybrid-once", marks=pytest.mark.slow),
 ]
-"""Number of ranks and their sharding. Fewer ranks than micro-batches of a step: gradients add up."""
+"""Number of ranks and their sharding. Fewer ranks than micro-batches of a step: gradients add up. With ONCE both
+answers of a pair attend to one copy of their prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +264,25 @@ def test_a_run_that_continues_needs_the_reference_of_its_held_out_pairs(
     (tmp_path / HELD_OUT_PAIR_REFERENCE).unlink()
     with pytest.raises(CheckpointError):
         train.train(make_config(parts, dataset, tmp_path, *common, *held_out, "max_steps=3"))
+
+
+def test_a_shared_prompt_is_in_a_row_once(parts: Path, dataset: Path, pairs: Path, tmp_path: Path) -> None:
+    """The second answer of a pair begins with the last token of the prompt, which predicts its first one, and has no
+    image. Both orders of answers are known from the samples without sharing."""
+    common = f"data.path={pairs}", *COMMON, "stage=prefer", "pref.reference=none"
+    plain, once = (
+        begin(single_world(), make_config(parts, dataset, tmp_path / str(len(more)), *common, *more)).loader.steps
+        for more in ((), (ONCE,))
+    )
+    for number in range(22):
+        (whole, _), (shared, _) = plain.read_row(number), once.read_row(number)
+        (chosen, rejected), (first, second) = whole.parts, shared.parts
+        assert rejected.input_ids[: shared.shared].tolist() == chosen.input_ids[: shared.shared].tolist()
+        assert first.input_ids.tolist() == chosen.input_ids.tolist()
+        assert second.input_ids.tolist() == rejected.input_ids[shared.shared :].tolist()
+        assert second.labels[0] == IGNORE and (second.labels[1:] != IGNORE).all() and not second.images
+        assert shared.length == whole.length - shared.shared == once.records.lengths[number]
+        assert shared.num_labels == whole.num_labels
 
 
 def test_padded_pairs_of_a_whole_model_without_a_reference(

@@ -340,8 +340,9 @@ def check_pairs(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings that contradict training on pairs of answers (`data.pairs`), and for settings of
     `pref` without it."""
     if not cfg.data.pairs:
-        if cfg.pref != PrefConfig():
-            raise ConfigError("pref.* is for records with two answers, and data.pairs=false; choose stage=prefer")
+        if cfg.pref != PrefConfig() or cfg.data.prompt_once:
+            keys = "data.prompt_once" if cfg.data.prompt_once else "pref.*"
+            raise ConfigError(f"{keys} is for records with two answers, and data.pairs=false; choose stage=prefer")
         return
     parallel, mode = cfg.parallel, cfg.activation_checkpointing.mode
     refused = {  # {setting that is not supported: (whether it is set, what to set instead)}
@@ -364,6 +365,13 @@ def check_pairs(cfg: TrainingKeys) -> None:
     for setting, (is_set, cure) in refused.items():
         if is_set:
             raise ConfigError(f"data.pairs=true with {setting} is not supported; set {cure}")
+    if cfg.data.prompt_once and not cfg.packs:
+        raise ConfigError("data.prompt_once=true needs packed rows, and pack=false; set pack=auto")
+    if cfg.data.prompt_once and cfg.model.balance_loss:
+        raise ConfigError(
+            "data.prompt_once=true with model.balance_loss, whose loads are those of whole samples, is not supported; "
+            "set one of them to false or 0"
+        )
     if cfg.pref.reference is PairReference.adapters and not cfg.begins_without_adapters:
         raise ConfigError(
             "pref.reference=adapters: without its adapters the model must be the one that training begins with, so "

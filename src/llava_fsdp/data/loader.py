@@ -186,6 +186,7 @@ def open_processor_encoding(
         cfg.data.too_long,
         cfg.trained_special_tokens,
         teaching,
+        cfg.data.prompt_once,
     )
     check_processor(encoder, has_videos=frames is not None)
     return encoder, reader
@@ -222,7 +223,7 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
         form = teaching.template(form) if isinstance(form, ChatTemplate) else form
         return ExactEncoder(
             tokenizer, form, image_reader.image_rows, cfg.data.max_length, cfg.data.too_long, start_end,
-            cfg.trained_special_tokens, teaching,
+            cfg.trained_special_tokens, teaching, cfg.data.prompt_once,
         )  # fmt: skip
     if isinstance(form, ChatTemplate):
         raise ConfigError(f"labels=llava_v1_5 knows LLaVA's templates, and data.template={cfg.data.template}; set v1")

@@ -213,6 +213,9 @@ class DataConfig:
     """Weights that records give their answers. use: the loss is the mean over labels by weight; ignore: all are 1."""
     pairs: bool = False
     """Whether records are pairs. They have a chosen and a rejected answer, which training compares (stage=prefer)."""
+    prompt_once: bool = False
+    """Whether the two answers of a pair attend to one copy of their prompt and its images. It takes fewer tokens, and
+    gives the same loss up to rounding. false: each answer has a copy."""
     max_record_bytes: int = 4 << 20
     """Maximum number of bytes of one record in its file. A larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""

@@ -10,12 +10,19 @@ import torch
 
 from llava_fsdp.config import FULL_WEIGHT, Normalize
 
+Segments = (
+    tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+    | tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...], torch.Tensor]
+)
+"""Sample boundaries of a packed row: the fields `position_ids`, `cu_seqlens` and `lengths` of MicroBatch, and `shared`
+and `key_offsets` if samples share tokens."""
+
 
 class ForwardInputs(TypedDict):
     """The arguments of `Architecture.forward` that a micro-batch gives, by their names there."""
 
     input_ids: torch.Tensor
-    segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None
+    segments: Segments | None
     images: Mapping[str, torch.Tensor]
     seeds: torch.Tensor
     label_positions: torch.Tensor
@@ -54,6 +61,11 @@ class MicroBatch:
     the row, `lengths` and `cu_seqlens` are those of the whole row, and padding counts as its last sample. The labels
     are those at this rank's positions. The other fields hold only this rank's positions too, unless the model divides
     the row itself (`TileInputs.divides`)."""
+    shared: tuple[int, ...] = ()
+    """For each sample of a packed row, how many of the first tokens of the sample before it are its first tokens, too,
+    kept on the CPU; empty if samples share none. Its positions then begin with this number."""
+    key_offsets: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+    """As `cu_seqlens`, with the tokens that a sample shares counted in it, too; empty if samples share none."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros((1, 1), dtype=torch.int64))
     """Dropout seeds below 2**31, which depend only on the sample and the step: of each token of a packed row, int64 [1,
     tokens], or of each padded row, int64 [rows, 1]. Without dropout a zero, [1, 1]."""
@@ -76,9 +88,12 @@ class MicroBatch:
     """For each pair, the number of its sample among those that are trained on, int64 [pairs]."""
 
     @property
-    def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
-        """(position_ids, cu_seqlens, lengths) of a packed row; None with padded rows."""
-        return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
+    def segments(self) -> Segments | None:
+        """The sample boundaries of a packed row; None with padded rows."""
+        if not self.lengths:
+            return None
+        edges = self.position_ids, self.cu_seqlens, self.lengths
+        return (*edges, self.shared, self.key_offsets) if self.shared else edges
 
     @property
     def inputs(self) -> ForwardInputs:
@@ -115,7 +130,7 @@ class MicroBatch:
         return replace(self, **own, images={name: function(each) for name, each in self.images.items()})
 
 
-TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths", "images"))
+TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths", "shared", "images"))
 """Names of the fields of MicroBatch that are tensors."""
 
 

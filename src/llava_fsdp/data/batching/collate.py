@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,7 +94,9 @@ class Collator:
         else:  # the mean over the micro-batches of the mean loss of each
             total = sum(sample.weight for sample in samples)
             scale = FULL_WEIGHT / ((total or FULL_WEIGHT) * micro_batches)
-        edges = boundaries(lengths) if self.pack else {}
+        shared = shared_of(records)
+        assert self.pack or not any(shared), "only in a packed row do samples share tokens"
+        edges = boundaries(lengths, shared) if self.pack else {}
         if self.cut is not None:
             padding = self.cut.padding(ids.shape[1])
             edges = boundaries((*lengths, padding) if padding else lengths)
@@ -165,13 +168,33 @@ def padded_to(row: np.ndarray, padding: int, filler: int) -> np.ndarray:
     return np.pad(row, ((0, 0), (0, padding)), constant_values=filler)
 
 
-def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return the MicroBatch fields that separate the samples of a packed row."""
-    return {
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+def boundaries(lengths: tuple[int, ...], shared: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return the MicroBatch fields that separate the samples of a packed row. `shared` is the field of this name, and
+    may be zeros."""
+    edges = {
+        "position_ids": positions_from(lengths, (0,) * len(lengths))[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
         "lengths": lengths,
     }
+    if not any(shared):
+        return edges
+    keys = map(operator.add, lengths, shared)
+    offsets = torch.tensor([0, *itertools.accumulate(keys)], dtype=torch.int32)
+    return edges | {
+        "position_ids": positions_from(lengths, shared)[None],
+        "shared": shared,
+        "key_offsets": offsets,
+    }
+
+
+def positions_from(lengths: tuple[int, ...], firsts: tuple[int, ...]) -> torch.Tensor:
+    """Return the position ids of samples, int64 [tokens], given their lengths and the first position of each."""
+    return torch.cat([torch.arange(first, first + length) for length, first in zip(lengths, firsts, strict=True)])
+
+
+def shared_of(records: list[Sample]) -> tuple[int, ...]:
+    """Return the field `shared` of MicroBatch for samples, of which a pair has two; zeros if nothing is shared."""
+    return tuple(n for own in records for n in ((0,) if own.rejected is None else (0, own.shared))) or (0,)
 
 
 def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.ndarray:

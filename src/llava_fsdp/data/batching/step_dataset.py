@@ -79,6 +79,7 @@ class Steps(Dataset):
         self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
         self.sources = cfg.data.source_names
         self.has_pairs = cfg.data.pairs
+        self.copies_prompt = cfg.data.pairs and not cfg.data.prompt_once
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
@@ -222,8 +223,9 @@ class Steps(Dataset):
             step,
             samples=len(chosen),
             tokens=int(records.lengths[chosen].sum()),
-            # the two answers of a pair do not attend to each other, and are about equally long
-            pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.has_pairs),
+            # The two samples of a pair do not attend to each other, and are about equally long. With one prompt for
+            # both, the answers are counted as if they did.
+            pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.copies_prompt),
             label_tokens=int(records.labels[chosen].sum()),
             images=int(records.images[chosen].sum()),
             tiles=int(records.tiles[chosen].sum()),

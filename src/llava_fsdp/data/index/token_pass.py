@@ -18,7 +18,7 @@ from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.conversation import AnswerPart, asked_turns
-from llava_fsdp.data.text.encode import LONG, Encoder
+from llava_fsdp.data.text.encode import LONG, Encoder, common_length
 from llava_fsdp.data.text.sample import MeasuredSample
 from llava_fsdp.data.text.tokens.constants import IGNORE
 
@@ -195,13 +195,6 @@ def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: En
         parts += np.bincount(kinds[labels], minlength=len(parts))
     thought, calls = parts[AnswerPart.thought], parts[AnswerPart.calls]
     return np.array([answers, proven, len(measured) > 1, repeated, thought, calls, parts.sum() - thought - calls])
-
-
-def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the length of the longest common beginning of two int64 arrays."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
-    return int(differs[0]) if len(differs) else size
 
 
 def tell_if_cut(record: Record, measured: MeasuredSample, max_length: int, tell: Tell) -> None:

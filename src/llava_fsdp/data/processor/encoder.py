@@ -58,6 +58,7 @@ class ProcessorEncoder(AnswerEncoder):
     too_long: TooLong
     special_tokens: SpecialTokens = SpecialTokens.text
     teaching: Teaching = DEFAULT
+    prompt_once: bool = False
     expansions: dict[tuple[Size, int] | tuple[Clip, ...], tuple[str, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -66,7 +67,7 @@ class ProcessorEncoder(AnswerEncoder):
 
     @property
     def fingerprint(self) -> str:
-        form = f"{self.template} {self.special_tokens.value} {self.teaching}"
+        form = f"{self.template} {self.special_tokens.value} {self.teaching}" + " prompt_once" * self.prompt_once
         return f"processor {self.tokenizer.fingerprint} {form} {self.max_length} {self.processor.fingerprint}"
 
     def placeholder(self, shape: Shape) -> str:

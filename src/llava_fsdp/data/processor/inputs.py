@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from llava_fsdp.data.processor.images import ProcessorImages, Row
 from llava_fsdp.data.processor.processor import FAILURES, TYPES, Processed, as_tensor
@@ -62,8 +63,10 @@ class ProcessorInputs:
         Raises:
             DataError: the processor makes other token ids of a sample than it has, or fails.
         """
-        rows = [(part, images) for sample, images in rows for part in sample.parts]
-        shown = [(sample, images) for sample, images in rows if images]
+        # how many tokens the row lacks of an answer: it shares them, and their images, with the answer before it
+        lacking = [own.shared * n for own, _ in rows for n in range(len(own.answers))]
+        rows = [(part, images) for sample, images in rows for part in sample.answers]
+        shown = [row for row, count in zip(rows, lacking, strict=True) if row[1] and not count]
         # texts without images are only checked; those of the others are checked in `process`
         for sample, images in rows:
             if not images and (text := text_of(sample)).is_whole:
@@ -73,17 +76,27 @@ class ProcessorInputs:
         made = self.process(shown)
         pairs = zip(shown, made.ids, made.types, strict=True)
         found = iter([self.types_of(sample, own, types) for (sample, _), own, types in pairs])
-        every = [next(found) if images else {} for _, images in rows]
+        every: list[Types] = []
+        for (sample, images), count in zip(rows, lacking, strict=True):
+            if images and count:
+                more = len(sample.input_ids) - count
+                every.append({name: nn.functional.pad(own[:count], (0, more)) for name, own in every[-1].items()})
+            else:
+                every.append(next(found) if images else {})
         names = sorted({name for own in every for name in own})
         lengths = [len(sample.input_ids) for sample, _ in rows]
         filled = [
             {name: own.get(name, torch.zeros(length, dtype=torch.int64)) for name in names}
             for own, length in zip(every, lengths, strict=True)
         ]
-        inputs = made.pixels | {name: lay_out([own[name] for own in filled], ids) for name in names}
+        columns = {name: [own[name] for own in filled] for name in names}
         if self.reader.positions is not None:
-            inputs["position_ids"] = lay_out(self.positions_of(rows, filled, made), ids)
-        return inputs
+            columns["position_ids"] = self.positions_of(rows, lacking, filled, made)
+        in_row = {
+            name: [own[..., count:] for own, count in zip(values, lacking, strict=True)]
+            for name, values in columns.items()
+        }
+        return made.pixels | {name: lay_out(values, ids) for name, values in in_row.items()}
 
     def collate_prompts(self, rows: list[Row], ids: np.ndarray) -> dict[str, torch.Tensor]:
         """Do the same as `collate` for rows padded on the left, as transformers' generate takes them."""
@@ -145,7 +158,9 @@ class ProcessorInputs:
                 filled[name][torch.from_numpy(text.is_image)] = values[torch.from_numpy(self.stands_for_media(ids))]
         return filled
 
-    def positions_of(self, rows: list[Row], types: list[Types], made: Processed) -> list[torch.Tensor]:
+    def positions_of(
+        self, rows: list[Row], lacking: list[int], types: list[Types], made: Processed
+    ) -> list[torch.Tensor]:
         """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
         (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
 
@@ -154,15 +169,18 @@ class ProcessorInputs:
         the sample's. Other inputs, such as patches, are left out.
 
         Args:
+            lacking: for each sample, the number of its tokens, images included, that are those of the sample before.
             types: for each sample, the types of its tokens by name.
         """
         rule, names = self.reader.positions, self.reader.processor.image_names
         assert rule is not None
         kinds = ["".join(map(kind_of, media)) for _, media in rows]
-        totals, first = Counter("".join(kinds)), Counter[str]()
+        totals = Counter("".join(own for own, count in zip(kinds, lacking, strict=True) if not count))
+        first = Counter[str]()
         found = []
-        for (sample, _), own, sample_types in zip(rows, kinds, types, strict=True):
+        for (sample, _), own, is_shared, sample_types in zip(rows, kinds, lacking, types, strict=True):
             counts = Counter(own)
+            first -= counts if is_shared else Counter()
             sizes = {
                 name: values[first[kind] : first[kind] + counts[kind]]
                 for name, values in made.pixels.items()

@@ -46,6 +46,8 @@ class AnswerEncoder(ABC):
     too_long: TooLong
     special_tokens: SpecialTokens
     teaching: Teaching
+    prompt_once: bool
+    """Whether both answers of a pair attend to one copy of their prompt."""
 
     @property
     @abstractmethod
@@ -114,7 +116,8 @@ class AnswerEncoder(ABC):
                 f"{record.where}: its answers have weights, and the loss of a pair has none; take them out",
                 Kind.key_not_obeyed,
             )
-        return replace(chosen, rejected=rejected)
+        shared = shared_tokens(chosen, rejected) if self.prompt_once else 0
+        return replace(chosen, rejected=rejected, shared=shared)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
         """Truncate the sample of a record to `max_length` tokens. Raise DataError if this cannot be done."""
@@ -171,10 +174,12 @@ class ExactEncoder(AnswerEncoder):
     """Whether to put `<im_start>` and `<im_end>` around each image."""
     special_tokens: SpecialTokens = SpecialTokens.text
     teaching: Teaching = DEFAULT
+    prompt_once: bool = False
 
     @property
     def fingerprint(self) -> str:
         form = f"{self.template} {self.start_end} {self.special_tokens.value} {self.teaching}"
+        form += " prompt_once" * self.prompt_once
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     @property
@@ -225,6 +230,21 @@ def without_rejected(record: Record) -> Record:
     return replace(record, rejected=None)
 
 
+def shared_tokens(chosen: Sample, rejected: Sample) -> int:
+    """Return how many tokens at the beginning of both samples of a pair a row needs only once: those of the prompt
+    without its last one, which predicts the first token of each answer. 0 if an image of the prompt is not in them."""
+    labels = [place for own in (chosen, rejected) for place in np.flatnonzero(own.labels != IGNORE)[:1].tolist()]
+    end = min([*(place - 1 for place in labels), common_length(chosen.input_ids, rejected.input_ids)])
+    return max(0, end) if all(last <= end for _, last in chosen.image_spans) else 0
+
+
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the length of the longest common beginning of two int64 arrays."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
 def is_plain(record: Record) -> bool:
     """Return whether a record has no tools, calls and thoughts."""
     return not record.tools and all(turn.thought is None and not turn.calls for turn in record.turns)
@@ -245,7 +265,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
     """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
     image. Both samples of a pair are truncated, to count what it would lose: no pair is trained on so."""
     if sample.rejected is not None:
-        chosen, rejected = (truncate(part, max_length) for part in sample.parts)
+        chosen, rejected = (truncate(part, max_length) for part in sample.answers)
         cuts = chosen.positions_cut + rejected.positions_cut, chosen.labels_cut + rejected.labels_cut
         return replace(chosen, rejected=rejected, positions_cut=cuts[0], labels_cut=cuts[1])
     ids, labels, spans = sample.input_ids, sample.labels, sample.image_spans

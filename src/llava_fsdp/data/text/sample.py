@@ -70,22 +70,30 @@ class Sample:
     rejected: "Sample | None" = None
     """The prompt with the rejected answer, if the sample is a pair. The other fields are then those of the prompt with
     the chosen answer, except `positions_cut` and `labels_cut`, which count both."""
+    shared: int = 0
+    """Number of tokens at the beginning of both samples of a pair that a row has only once (`data.prompt_once`); all
+    images are in them."""
+
+    @property
+    def answers(self) -> "list[Sample]":
+        """This sample; of a pair, the whole one with the chosen and the whole one with the rejected answer."""
+        return [self] if self.rejected is None else [replace(self, rejected=None, shared=0), self.rejected]
 
     @property
     def parts(self) -> "list[Sample]":
-        """The samples that are put into a row: this one, or of a pair the one with the chosen and the one with the
-        rejected answer."""
-        return [self] if self.rejected is None else [replace(self, rejected=None), self.rejected]
+        """What is put into a row: `answers`, the second one without the tokens that it shares with the first."""
+        first, *others = self.answers
+        return [first, *(other.without_beginning(self.shared) for other in others)]
 
     @property
     def length(self) -> int:
-        """Number of tokens, of both answers of a pair."""
+        """Number of tokens in a row, of both answers of a pair."""
         return sum(len(part.input_ids) for part in self.parts)
 
     @property
     def longest(self) -> int:
         """Number of tokens; of a pair, of the longer one of its two samples."""
-        return max(len(part.input_ids) for part in self.parts)
+        return max(len(part.input_ids) for part in self.answers)
 
     @property
     def is_image(self) -> np.ndarray:
@@ -113,6 +121,20 @@ class Sample:
         if self.weights is None:
             return self.num_labels * FULL_WEIGHT
         return int(self.weights[1:][self.labels[1:] != IGNORE].sum(dtype=np.int64))
+
+    def without_beginning(self, count: int) -> "Sample":
+        """Return this sample without its first `count` tokens, which have all images; itself if it is 0."""
+        if not count:
+            return self
+        text = self.processor_text
+        return replace(
+            self,
+            input_ids=self.input_ids[count:],
+            labels=self.labels[count:],
+            images=(),
+            image_rows=(),
+            processor_text=text and replace(text, image_spans=(), is_image=text.is_image[count:]),
+        )
 
     def place(self, number: int) -> int:
         """Return the index of an image among those of the record."""

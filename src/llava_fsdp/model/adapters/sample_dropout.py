@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from llava_fsdp.model.packed_attention.attention import Segments
 from llava_fsdp.runtime.seeds import derive
 
 BITS = 24
@@ -35,7 +36,7 @@ class TokenKeys:
         seeds: torch.Tensor,
         tile_seeds: torch.Tensor,
         shape: torch.Size,
-        segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None,
+        segments: Segments | None,
         vision_tokens: int,
     ) -> None:
         """Compute the hashes of a micro-batch's tokens from the seeds of its samples and tiles (the vision tower's

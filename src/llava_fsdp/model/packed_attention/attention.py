@@ -17,9 +17,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from llava_fsdp.config import Attention
 from llava_fsdp.runtime.errors import ConfigError
 
-Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+Segments = (
+    tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+    | tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...], torch.Tensor]
+)
 """Sample boundaries of a packed row: position_ids int64 [1, tokens] that begin at 0 in every sample, cu_seqlens
-(cumulative sample lengths) int32 [samples + 1], and the samples' lengths."""
+(cumulative sample lengths) int32 [samples + 1], and the samples' lengths. If samples share tokens: also, for each
+sample, how many of the first tokens of the sample before it are its own first tokens, too, where its positions then
+begin; and cumulative lengths, int32 [samples + 1], in which such tokens count for each sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +177,16 @@ class Boundaries:
 
 
 @dataclass(frozen=True)
+class SharedTokens:
+    """Tokens of a packed row that belong to two samples: the first ones of a sample are the first ones of the next."""
+
+    counts: tuple[int, ...]
+    """For each sample, the number of tokens that it shares with the sample before it."""
+    keys: Boundaries
+    """Boundaries of the samples in a row where each has a copy of all of its tokens."""
+
+
+@dataclass(frozen=True)
 class PackedRow:
     """Sample boundaries of a packed row, and the options of a layer's attention."""
 
@@ -318,6 +333,17 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], is_causal:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which packed rows lack")
     if is_causal and (not getattr(module, "is_causal", True) or others.get("is_causal") is False):
         raise ConfigError(f"{type(module).__name__} attends to later tokens")
+
+
+@torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths
+def with_copies(values: torch.Tensor, row: Boundaries, shared: SharedTokens) -> torch.Tensor:
+    """Return the keys or values of a packed row, [1, heads, tokens, size], with a copy of the tokens that a sample
+    shares before its own tokens. An index would be shorter, but on CUDA its backward pass adds in any order."""
+    samples = values.split(row.lengths.each, 2)
+    pieces: list[torch.Tensor] = []
+    for number, (own, count) in enumerate(zip(samples, shared.counts, strict=True)):
+        pieces += [samples[number - 1].narrow(2, 0, count), own] if count else [own]
+    return torch.cat(pieces, dim=2)
 
 
 @torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths

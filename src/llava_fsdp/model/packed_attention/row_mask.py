@@ -13,6 +13,7 @@ Rows with one sample each, and batches for generation, take the same way.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -39,10 +40,12 @@ from llava_fsdp.model.packed_attention.attention import (
     Lengths,
     PackedRow,
     Segments,
+    SharedTokens,
     attend_alone,
     each_alone,
     kernel_of,
     refuse_other_attention,
+    with_copies,
 )
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -56,6 +59,7 @@ class BoundaryMask(torch.Tensor):
 
     boundaries: Boundaries | None
     """None: each row is one sample."""
+    shared: SharedTokens | None
     is_cached: bool
     """Whether the rows are a batch for generation, whose keys may be in a cache."""
     visits: Visits | None
@@ -67,10 +71,11 @@ class BoundaryMask(torch.Tensor):
     ) -> BoundaryMask:
         """Make the mask of rows of a bool tensor, [rows, tokens]. `segments`: None: each row is one sample."""
         made = mask.as_subclass(BoundaryMask)
-        made.boundaries, made.is_cached, made.visits = None, is_cached, visits
+        made.boundaries, made.shared, made.is_cached, made.visits = None, None, is_cached, visits
         if segments is not None:
-            _, cu_seqlens, lengths = segments
-            made.boundaries = Boundaries(cu_seqlens, Lengths(lengths, max(lengths)))
+            lengths = segments[2]
+            made.boundaries = Boundaries(segments[1], Lengths(lengths, max(lengths)))
+            made.shared = shared_tokens(lengths, segments[3], segments[4]) if len(segments) == 5 else None
         return made
 
     @classmethod
@@ -98,8 +103,15 @@ class RowMask:
     """For each sample of a packed row, which of its tokens attend to which, bool [1, 1, length, length]; without
     boundaries, one mask for all rows, bool [rows or 1, 1, tokens, all tokens]. None: `window` says it."""
     visits: Visits | None = None
+    shared: SharedTokens | None = None
     chunks: Any = None
     """This rank's chunks of the row, if several ranks share it."""
+
+
+def shared_tokens(lengths: tuple[int, ...], counts: tuple[int, ...], offsets: torch.Tensor) -> SharedTokens:
+    """Return the tokens that samples of given lengths share; the arguments are parts of `Segments`."""
+    whole = tuple(map(operator.add, lengths, counts))
+    return SharedTokens(counts, Boundaries(offsets, Lengths(whole, max(whole))))
 
 
 def has_boundaries(mask: Any) -> bool:
@@ -136,7 +148,7 @@ def make_row_mask(
         return attention_mask
     if not isinstance(attention_mask, BoundaryMask):
         raise ConfigError("a model replaces its attention mask, so that packed samples would be mixed; set pack=false")
-    boundaries, visits = attention_mask.boundaries, attention_mask.visits
+    boundaries, visits, shared = attention_mask.boundaries, attention_mask.visits, attention_mask.shared
     if attention_mask.is_cached:
         # A padding token attends to itself too, because attending to no token gives NaN.
         seen = padding_mask_function(attention_mask.as_subclass(torch.Tensor))
@@ -144,9 +156,14 @@ def make_row_mask(
         return RowMask(None, masks=(evaluated(rule, given),))
     chunks = chunks_of(boundaries) if chunks_of is not None and boundaries is not None else None
     if mask_function is causal_mask_function:
-        return RowMask(boundaries, visits=visits, chunks=chunks)
+        return RowMask(boundaries, visits=visits, shared=shared, chunks=chunks)
     if local_size is not None and is_same_rule(mask_function, sliding_window_causal_mask_function(local_size)):
-        return RowMask(boundaries, local_size, visits=visits, chunks=chunks)
+        return RowMask(boundaries, local_size, visits=visits, shared=shared, chunks=chunks)
+    if shared is not None:
+        raise ConfigError(
+            "data.prompt_once=true needs causal attention, and this model has another rule (which tokens of an image "
+            "attend to each other, for instance); set data.prompt_once=false"
+        )
     masks, begin = [], 0
     for length in (attention_mask.shape[1],) if boundaries is None else boundaries.lengths.each:
         own: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
@@ -208,7 +225,11 @@ def attend_with(
             allowed = None if row.masks is None else row.masks[0]
             return attend_alone(module, query, key, value, form, allowed), None
         chosen = kernel if form.is_plain and row.masks is None else each_alone  # the others have no caps, sinks, masks
-        packed = PackedRow(row.boundaries, form, masks=row.masks)
+        keys = None
+        if row.shared is not None:
+            key, value = (with_copies(own, row.boundaries, row.shared) for own in (key, value))
+            keys = row.shared.keys
+        packed = PackedRow(row.boundaries, form, keys, row.masks)
         return around(chosen, row)(module, query, key, value, packed), None
 
     return attend

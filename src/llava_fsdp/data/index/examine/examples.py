@@ -61,7 +61,7 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageS
         record = records[number]
         sample = encoder(record, records.turns(number))
         assert sample is not None, "a record that is too long is not trained on"
-        parts = (*parts_of(record, sample.parts[0], encoder, reader), *rejected_text(sample, encoder))
+        parts = (*parts_of(record, sample.answers[0], encoder, reader), *rejected_text(sample, encoder))
     except DataError as error:
         if error.kind is None:  # the fault is not the record's: the dataset's files or the index cannot be read
             raise
