@@ -151,7 +151,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
             "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
             "tokens_per_micro_batch would try it all the same"
         )
-    reason = f"{cost_as_text(best)}, as predicted; llava-fsdp plan compares all values"
+    reason = f"{cost_as_text(best)} are predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, parallel, reason)
 
