@@ -494,8 +494,8 @@ def find_projector(cfg: Config) -> Path | None:
     `model.checkpoint` or of the LoRA adapter's folder.
 
     Raises:
-        NoProjector: there is no projector yet; the message says how to train one.
-        ConfigError: the projector belongs to another model, or `model.projector` names none.
+        NoProjector: there is no projector yet, or `model.projector` does not exist.
+        ConfigError: the projector belongs to another model, or `model.projector` has none.
     """
     given = cfg.model.projector
     if cfg.model.checkpoint is not None and given not in ("auto", "random"):
@@ -515,7 +515,7 @@ def find_projector(cfg: Config) -> Path | None:
             inside = f": {run}" if path.exists() and path.absolute() != run.absolute() else ""
             raise UnfinishedRun(f"model.projector={given}{inside} {without_export(run)}")
         if not path.exists():
-            raise ConfigError(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
+            raise NoProjector(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
         return require_weights(path / EXPORT if (path / EXPORT).is_dir() else path)
     run = Path(cfg.output_dir).parent / "pretrain"
     if (run / EXPORT / NOTES).is_file():

@@ -99,8 +99,8 @@ def warn_if_refused(cfg: Config, is_for_this_machine: bool = True) -> str:
         log().warning("train refuses this configuration until that run has an export: %s", error)
     except NoProjector:
         return (
-            f"model.projector={cfg.model.projector}: there is no projector of a run with stage=pretrain yet. Only "
-            "train needs one: this command does not"
+            f"model.projector={cfg.model.projector}: there is no such projector yet, which stage=pretrain trains. Only "
+            "train needs it: this command does not"
         )
     except LlavaFsdpError as error:
         log().warning("train refuses this configuration: %s: %s", type(error).__name__, error)
