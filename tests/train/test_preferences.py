@@ -11,9 +11,10 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
-from pair_data import PlainPairs, Weights, class_of, of_adapters, write_pairs
+from pair_data import IMAGE_TOKEN, PlainPairs, Weights, class_of, of_adapters, write_pairs
 from small import make_config
 from steps import begin
+from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
 from llava_fsdp.data.text.tokens.constants import IGNORE
@@ -291,3 +292,28 @@ def test_padded_pairs_of_a_whole_model_without_a_reference(
     cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *WHOLE, "pack=false")
     forms = {"SimPO": FORMS["SimPO"]}
     assert_plain(cfg, *last_step(single_world(), cfg, forms), forms)
+
+
+@pytest.mark.slow
+def test_the_export_of_adapters_has_what_pairs_have_taught(
+    parts: Path, dataset: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """transformers' class with the merged weights finds the log-probabilities of the last validation."""
+    more = "val.every=3", f"val.path={pairs}", "val.answers=0", "export.enabled=true", "export.dtype=fp32"
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={pairs}", *COMMON, *ADAPTERS, *more)
+    train.train(cfg)
+    (row,) = rows_of(tmp_path, "validation.jsonl")
+    assert row["margin"] != 0
+    with torch.device("cpu"):
+        model = LlavaForConditionalGeneration.from_pretrained(
+            tmp_path / "export", dtype=torch.float64, attn_implementation="eager"
+        )
+    model.config.image_token_id = IMAGE_TOKEN
+    steps = begin(single_world(), replace(cfg, output_dir=str(tmp_path / "other"))).loader.steps
+    plain = PlainPairs(cfg, steps, model, None)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for number in range(22):
+        sample, pictures = plain.steps.read_row(number)
+        with torch.no_grad():
+            sums += torch.stack([plain.log_probabilities(model, own, pictures).sum() for own in sample.parts])
+    assert (sums / 22).tolist() == pytest.approx([row["logp_chosen"], row["logp_rejected"]], rel=1e-5)
