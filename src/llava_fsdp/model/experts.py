@@ -174,10 +174,13 @@ class RouterHook:
         self.is_on = True
 
     def close(self) -> RouterOutput | None:
-        """Return what the router returned since `open`; None if it did not run."""
+        """End what `open` began: keep no more outputs, unless they are always kept (`stays_on`). Return those of the
+        router's last forward pass; None if it had none."""
         outputs, self.outputs = self.outputs, None
         self.is_on = self.stays_on
-        return RouterOutput(self.router, outputs[self.router.index], outputs[-1]) if outputs is not None else None
+        if outputs is None:
+            return None
+        return RouterOutput(self.router, logits=outputs[self.router.index], last=outputs[-1])
 
     def hook(self, module: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:
         if self.is_on:

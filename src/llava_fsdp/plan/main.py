@@ -42,7 +42,7 @@ from llava_fsdp.plan.search.search import choices, distinct_strategies, plan_row
 from llava_fsdp.plan.show.longest_page import write_page as write_longest
 from llava_fsdp.plan.show.scaling_page import assumptions, scale, write_page
 from llava_fsdp.plan.show.table import as_object, overrides_of, search_object, show_longest, show_plan
-from llava_fsdp.plan.time.hardware import Machine, machine_named
+from llava_fsdp.plan.time.hardware import Machine, machine_named, with_measured_speed
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
@@ -104,7 +104,7 @@ def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
         ModelError: the model cannot be computed on the meta device.
     """
     with explained_model_errors():
-        machine = machine_named(cfg.gpu, cfg.gpus)
+        machine = with_measured_speed(machine_named(cfg.gpu, cfg.gpus))
         cfg, _ = with_fp16(cfg, machine, ())
         cfg = with_precision(cfg, machine)
         parts = shapes_of(cfg.model)
@@ -115,7 +115,7 @@ def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
 def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     """Compute and print the plan. `typed`: the overrides that the user gave; `line`: shows the progress."""
     line.stage("the shapes of the model")
-    machine = machine_named(cfg.gpu, cfg.gpus)
+    machine = with_measured_speed(machine_named(cfg.gpu, cfg.gpus))
     cfg, fp16 = with_fp16(cfg, machine, typed)
     typed = [*typed, *fp16]
     cfg = with_precision(cfg, machine)

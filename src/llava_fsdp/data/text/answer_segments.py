@@ -161,7 +161,7 @@ class AnswerWriter:
         for own, kind, place in parts:
             learnt = not (is_read_alone and kind is AnswerPart.thought)
             for piece in weighted(Segment(own, learnt, kind=kind), turn, place, hidden=BREAK):
-                answer += cut(piece.text, replace(piece, text=""))
+                answer += split_at_breaks(piece.text, replace(piece, text=""))
         return answer
 
     def prompt(self, text: str, messages: Sequence[Message], media: str) -> list[Segment]:
@@ -180,7 +180,7 @@ class AnswerWriter:
                 number = next(numbers[kinds[piece]], None)
                 segments += [Segment(before, False), Segment(IMAGE_TAG, False, image=number), Segment(after, False)]
             elif piece:
-                segments += cut(piece, Segment("", False))
+                segments += split_at_breaks(piece, Segment("", False))
         if found != count_images(messages):
             raise Unfit(f"writes {found} of {count_images(messages)} images and videos of a conversation")
         return without_bos(segments, form)
@@ -211,9 +211,10 @@ def count_images(messages: Sequence[Message]) -> int:
                for own in messages)  # fmt: skip
 
 
-def cut(text: str, like: Segment) -> list[Segment]:
-    """Return the segments of a text with BREAK in it. At each BREAK stands an empty text that counts as one of the
-    record, so that what is on both sides makes no special token."""
+def split_at_breaks(text: str, like: Segment) -> list[Segment]:
+    """Divide a text at each BREAK into segments that are otherwise as `like`, whose own text is empty. Between two of
+    them comes an empty segment that counts as text of the record: what stands on both sides of it is then tokenized
+    apart, and cannot make a special token together."""
     first, *rest = text.split(BREAK)
     made = [replace(like, text=first)] if first else []
     for own in rest:

@@ -149,11 +149,12 @@ def half_enabled(context: RuleContext, value: object) -> Translation:
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 
-def bf16_kept(context: RuleContext, value: object) -> Translation:
+def bf16_master_weights(context: RuleContext, value: object) -> Translation:
+    """Translate DeepSpeed's keys for master weights, or moments, in bf16. An earlier rule has decided the precision."""
     if not plain(value):
-        return implied("fp32, as here")
+        return implied("master weights and moments are fp32, as here")
     if context.decided.get("precision") != "bf16_pure":
-        return no_effect("only with bf16, and moments only with bf16_master_weights_and_grads")
+        return no_effect("DeepSpeed reads it only with bf16, and for moments with bf16_master_weights_and_grads")
     moments = ", " + context.tell("precision.moment_dtype") if "precision.moment_dtype" in context.decided else ""
     return mapped(f"{context.tell('precision')}{moments}: rounded at random here, so that small updates are not lost")
 
@@ -212,7 +213,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     "sparse_gradients": only_off("gradients of embeddings are dense"),
     **rules(half_enabled, "bf16.enabled bfloat16.enabled fp16.enabled"),
     "bf16.check_grad_overflow": implied("a step whose gradients are not finite is skipped"),
-    **rules(bf16_kept, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
+    **rules(bf16_master_weights, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
     "fp16.auto_cast": implied("images are cast to the dtype that the model computes in"),
     "fp16.*": fp16_detail,
     "data_types.*": unsupported("precision= chooses the dtypes"),

@@ -84,7 +84,7 @@ class OwnPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return collect(grad_outputs[0], ctx.length), None, None
+        return allocate_gathered(grad_outputs[0], ctx.length), None, None
 
 
 class AllPositions(torch.autograd.Function):
@@ -93,7 +93,7 @@ class AllPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, length: int, is_sum: bool) -> torch.Tensor:
         ctx.own, ctx.is_sum = own.shape[1], is_sum
-        return collect(own, length)
+        return allocate_gathered(own, length)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -109,8 +109,18 @@ def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
     return taken
 
 
-def collect(own: torch.Tensor, length: int) -> torch.Tensor:
-    """Return new memory for all positions. An all-gather collects them by rank, then copies them row by row."""
+def allocate_gathered(own: torch.Tensor, length: int) -> torch.Tensor:
+    """Allocate what an all-gather of positions allocates, so that its memory is counted. Nothing is gathered or copied.
+
+    A real one gathers into a buffer in the order of ranks, and copies this into a second one in the order of rows.
+
+    Args:
+        own: this rank's positions, [rows, own positions, width].
+        length: number of positions of all ranks.
+
+    Returns:
+        [rows, length, width], without values.
+    """
     gathered = own.new_empty(own.shape[0], length, own.shape[2])
     in_rows = torch.empty_like(gathered)
     del gathered

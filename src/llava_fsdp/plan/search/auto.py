@@ -34,7 +34,7 @@ from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.layouts import Searcher, Ways
 from llava_fsdp.plan.search.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
-from llava_fsdp.plan.time.hardware import this_machine
+from llava_fsdp.plan.time.hardware import Machine, this_machine
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
@@ -147,11 +147,11 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         raise ConfigError(
             f"auto: the planner predicts that nothing fits; nearest is {best.choice.zero}, activation checkpointing "
             f"{mode}, {best.tokens:,} tokens in the largest micro-batch"
-            f"{kinds}: {cost_as_text(best)}. {shares}activation_checkpointing=full, "
+            f"{kinds}: {cost_as_text(best, machine)}. {shares}activation_checkpointing=full, "
             "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
             "tokens_per_micro_batch would try it all the same"
         )
-    reason = f"{cost_as_text(best)} are predicted; llava-fsdp plan compares all values"
+    reason = f"{cost_as_text(best, machine)} are predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, parallel, reason)
 
@@ -340,6 +340,8 @@ def has_auto_checkpointing(cfg: Config) -> bool:
     return cfg.activation_checkpointing.mode is ActivationCheckpointing.auto
 
 
-def cost_as_text(row: PlanRow) -> str:
-    """Return the memory and the seconds of a step of a prediction, as text."""
-    return f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB, {row.step.seconds:.2g} s a step"
+def cost_as_text(row: PlanRow, machine: Machine) -> str:
+    """Return the predicted memory and, on a GPU, the seconds of a step, as text. The speed of CPU cores is not known
+    here (`CORE_FLOPS`)."""
+    seconds = f", {row.step.seconds:.2g} s a step" if machine.gpu is not None else ""
+    return f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB{seconds}"

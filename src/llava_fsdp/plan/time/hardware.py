@@ -1,6 +1,8 @@
 """Table of GPUs with their memory, FLOPs and bandwidths, and the amounts of these that training can use."""
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -119,7 +121,10 @@ FRAGMENTATION = 0.04
 PROCESS_BYTES = 450 * MIB
 """Bytes of host memory of a Python process with torch and transformers on a CPU machine."""
 CORE_FLOPS = 30e9
-"""FLOPs per second of one CPU core in fp32. Only the order of magnitude is right, which is enough to compare."""
+"""FLOPs per second of one CPU core in fp32. Only the order of magnitude is right, which is enough to compare: `auto`
+must decide alike on all ranks, and in a run that continues."""
+STEP_SHARE = 0.7
+"""Share of the speed of large matrix products that a training step on a CPU has (measured: 0.65 to 0.75)."""
 BF16_SPEED, EMULATED_SPEED = 2.0, 0.05
 """Speed of matrix products on a CPU, as a multiple of fp32's: of bf16 with instructions for it (measured: 1.5 to 2.1
 with AVX512-BF16), and of 16 bits without (0.03 to 0.05 with AVX2; AVX-512 emulates bf16 at 0.4)."""
@@ -140,6 +145,13 @@ class Machine:
     """Whether torch.compile works there, as far as that is known."""
     cores_have_bf16: bool = True
     """Whether the CPU cores have instructions for bf16."""
+    core_efficiency: float = 1.0
+    """Share of `flops` that a step reaches."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the peak FLOPs that a step's matrix products reach."""
+        return self.core_efficiency if self.gpu is None else self.gpu.efficiency
 
     @property
     def device(self) -> str:
@@ -194,6 +206,22 @@ def machine_for(device: str, ranks: int) -> Machine:
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)
+
+
+def with_measured_speed(machine: Machine) -> Machine:
+    """Return the CPU cores of this machine with the speed that they have now, by matrix products that take a fifth of a
+    second. A GPU stays as it is."""
+    if machine.gpu is not None:
+        return machine
+    size, products, seconds = 512, 8, math.inf
+    left, right = torch.ones(size, size), torch.ones(size, size)
+    until = time.perf_counter() + 0.2
+    while (began := time.perf_counter()) < until:
+        for _ in range(products):
+            left @ right
+        seconds = min(seconds, time.perf_counter() - began)
+    of_core = products * 2 * size**3 / seconds / torch.get_num_threads()
+    return replace(machine, flops=machine.flops / CORE_FLOPS * of_core, core_efficiency=STEP_SHARE)
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:

@@ -53,25 +53,27 @@ class Utilization:
 
 
 def utilization_of(model: Architecture, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Count the FLOPs of a model on the meta device, and find the peak of `world_size` devices like `device`."""
+    """Return what a run's MFU is computed from: the FLOPs that a step needs, those that it recomputes besides (None if
+    they are not known before), and the peak of `world_size` devices like `device`. FLOPs are counted on the meta
+    device."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
-    everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
-    images = open_images(cfg, model)
+    with_recomputed = count_flops(model, activation_checkpointing=True, compiled=compiled)
+    images = image_flops(cfg, model)
     if images is not None:
-        needed, everything = images.with_images(needed, False), images.with_images(everything, True)
+        needed, with_recomputed = images.with_images(needed, False), images.with_images(with_recomputed, True)
     share = recomputed_flops_share(cfg.activation_checkpointing)
-    recomputed = Flops._make(share * (more - less) for more, less in zip(everything, needed, strict=True))
-    # in fp16 the loss runs again, under any activation checkpointing
-    recomputed = recomputed._replace(label=everything.label - needed.label)
+    recomputed = Flops._make(share * (more - less) for more, less in zip(with_recomputed, needed, strict=True))
+    # In fp16 the loss runs again, under any activation checkpointing. In other dtypes both counts of it are equal.
+    recomputed = recomputed._replace(label=with_recomputed.label - needed.label)
     if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
-        recomputed = None
+        recomputed = None  # the steps decide which blocks run again
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
     return Utilization(needed, model.language_config, recomputed, None if peak is None else peak * world_size, source)
 
 
-def open_images(cfg: Config, model: Architecture) -> BlankImages | None:
+def image_flops(cfg: Config, model: Architecture) -> BlankImages | None:
     """Return what measures the FLOPs of an image in a whole model of transformers. Return None for a model that is
     given tiles, and if they cannot be measured: then attention in the vision part is left out."""
     try:

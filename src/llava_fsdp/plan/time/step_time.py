@@ -349,7 +349,7 @@ def step_time(
     """Predict the seconds of a step on one rank. `sent` is what the rank receives in the step. With several ranks, FSDP
     copies weights and gradients in each micro-batch; a single rank only adds gradients."""
     gpu = machine.gpu
-    rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
+    rate = machine.peak(precision.param_dtype) * machine.efficiency
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
     compute = (work.flops + work.recomputed) / rate
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)

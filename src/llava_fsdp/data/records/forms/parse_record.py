@@ -176,7 +176,9 @@ def parse_record(
 
 
 def with_weights(reader: RecordReader, turns: list[Turn], weights: AnswerWeights) -> list[Turn]:
-    """Multiply the weights of all answers by that of the record. Note weights of characters, which have no text."""
+    """Multiply the weights of all answers by that of the record. `weights`: what the record says beside its turns. If
+    it also has weights for ranges of characters, they are left out, and a note says so: of which answer they are is not
+    known."""
     if weights.spans is not None:
         reader.note_not_obeyed(f"the record has a train_detail beside its answers; {REASONS[KeyMeaning.spans]}")
     if weights.whole == FULL_WEIGHT:

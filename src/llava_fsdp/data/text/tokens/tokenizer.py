@@ -250,9 +250,9 @@ class JsonTokenizer(Tokenizer):
         """Return the tokens of a text. Only the ranges of characters in `special` are read as special tokens, or as
         images, which give no token; None: all special tokens in the text are read."""
         if special is not None:
-            cuts = [(begin, end) for begin, end in special if text[begin:end] not in self._special]
-            if cuts:
-                return self._encode_stretches(text, special, cuts)
+            images = [(begin, end) for begin, end in special if text[begin:end] not in self._special]
+            if images:
+                return self._encode_around_images(text, special, images)
             if special != self.find_special(text):
                 return self._encode_between(text, special)
         if not self._prefixes:
@@ -269,19 +269,24 @@ class JsonTokenizer(Tokenizer):
             return super().ids_of(text, special)
         return [token.id for token in self._encode(self._rest if begin else self._fast, part)]
 
-    def _encode_stretches(self, text: str, special: list[Stretch], cuts: list[Stretch]) -> list[Token]:
-        """Tokenize a text with ranges (`cuts`) that stand for images. As in the tokenizers library, where an image is a
-        special token, a space that is put before a whole text is not put after an image."""
+    def _encode_around_images(self, text: str, special: list[Stretch], images: list[Stretch]) -> list[Token]:
+        """Tokenize the parts of a text between images, as the tokenizers library does: for it an image is a special
+        token. So a tokenizer that puts a space before a whole text puts none behind an image.
+
+        Args:
+            special: ranges of characters that are special tokens or images.
+            images: those of images, which get no tokens.
+        """
         tokens: list[Token] = []
         begin = 0
-        for end, after in [*cuts, (len(text), len(text))]:
+        for end, after in [*images, (len(text), len(text))]:
             part = text[begin:end]
             own = [(a - begin, b - begin) for a, b in special if begin <= a and b <= end and (a, b) != (end, after)]
             if not part:
                 pass
-            elif begin == 0:
+            elif begin == 0:  # the space is put here
                 tokens += self.encode(part, own)
-            elif own != self.find_special(part):
+            elif own != self.find_special(part):  # some special tokens are read as text
                 made = self._encode_between(part, own, is_first=False)
                 tokens += [Token(token.id, token.begin + begin, token.end + begin) for token in made]
             else:
