@@ -114,6 +114,7 @@ def test_answers_are_those_of_transformers(name: str, whole: Whole) -> None:
             assert isinstance(path, Path)
             conversation.add(path, "")
         assert "".join(conversation.ask(question.turns[-1].text, Sampling(LENGTH))) == answer
+        assert assistant.text is not None and assistant.text.text == answer, "of which a conversation reads the thought"
 
 
 def test_an_answer_that_is_stopped_leaves_the_model_usable(whole: Whole) -> None:

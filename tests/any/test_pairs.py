@@ -13,12 +13,14 @@ from harness import RankPool, single_world
 from loaders import agreed_steps
 from pair_data import pair_loss
 from PIL import Image
+from small import command_config
 from steps import begin
 from torch.distributed.tensor import DTensor
 from trl import DPOConfig, DPOTrainer
 from whole_models import IGNORE, WholeModel, assert_same_gradients, example_of, named
 
-from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
+from llava_fsdp.config import Config, EvaluateConfig, PairForm, PairReference, PrefConfig
+from llava_fsdp.evaluate.pairs import evaluate_pairs
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.loop import run_micro_batches
@@ -98,6 +100,22 @@ def test_pairs_are_those_of_the_class(
         total += float(loss.detach())
     assert run[0] == pytest.approx(total, rel=1e-5)
     assert_same_gradients(run[1], {name: p.grad for name, p in peer.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("name", ["paddleocr_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_an_evaluation_of_pairs_has_the_log_probabilities_of_the_class(name: str, whole: Whole) -> None:
+    model = whole(name)
+    records = write_pairs(model)
+    words = f"model.checkpoint={model.folder}", f"data.path={model.images.parent / 'pairs.json'}", "batch_size=3"
+    more = "task=pairs", "data=llava_json", f"data.images={model.images}"
+    found = evaluate_pairs(command_config(EvaluateConfig, "evaluate", *words, *more))
+    peer, sums = model.peer(), torch.zeros(2)
+    for record in records:
+        worse = record | {"conversations": [record["conversations"][0], {"from": "gpt", "value": WORSE}]}
+        with torch.no_grad():
+            sums += torch.stack([log_probabilities(peer, model, own).sum() for own in (record, worse)])
+    wanted = (sums / len(records)).tolist()
+    assert [found["logp_chosen"], found["logp_rejected"]] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_one_prompt_for_both_answers_needs_causal_attention(whole: Whole, tmp_path: Path) -> None:

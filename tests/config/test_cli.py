@@ -63,10 +63,10 @@ cli.run("chat", ChatConfig, task, cli.no_status if sys.argv.pop() == "entry" els
 """
 
 
-def with_no_reader(kind: str, task: str, gone: bool = True) -> subprocess.CompletedProcess:
+def with_no_reader(kind: str, task: str, gone: bool = True, word: str = "image=null") -> subprocess.CompletedProcess:
     """Its output goes into a pipe that nobody reads any more, as `| head -0` leaves it."""
     reads, writes = os.pipe()
-    command = [sys.executable, "-c", SCRIPT, "image=null", kind, task]
+    command = [sys.executable, "-c", SCRIPT, word, kind, task]
     try:
         if gone:
             os.close(reads)
@@ -83,6 +83,11 @@ def with_no_reader(kind: str, task: str, gone: bool = True) -> subprocess.Comple
 @pytest.mark.parametrize("task", ["plain", "much", "by_rich"])
 def test_a_reader_that_has_left_ends_an_entry_quietly(task: str) -> None:
     done = with_no_reader("entry", task)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_has_left_ends_the_help_quietly() -> None:
+    done = with_no_reader("entry", "plain", word="--help")
     assert (done.returncode, done.stderr) == (0, "")
 
 

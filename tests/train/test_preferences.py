@@ -7,19 +7,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
 from pair_data import IMAGE_TOKEN, PlainPairs, Weights, class_of, of_adapters, write_pairs
-from small import make_config
+from small import command_config, make_config
 from steps import begin
 from transformers import LlavaForConditionalGeneration
 
-from llava_fsdp.config import Config, PairForm, PairReference, PrefConfig
+from llava_fsdp.chat.open_assistant import open_assistant
+from llava_fsdp.config import Config, EvaluateConfig, PairForm, PairReference, PrefConfig
+from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.text.tokens.constants import IGNORE
+from llava_fsdp.evaluate.main import evaluate
+from llava_fsdp.evaluate.pairs import evaluate_pairs
+from llava_fsdp.evaluate.read_questions import records_by_turns
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.run_dir import HELD_OUT_PAIR_REFERENCE, PAIR_REFERENCE
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import run_micro_batches, train_step
@@ -284,6 +290,8 @@ def test_a_shared_prompt_is_in_a_row_once(parts: Path, dataset: Path, pairs: Pat
         assert second.labels[0] == IGNORE and (second.labels[1:] != IGNORE).all() and not second.images
         assert shared.length == whole.length - shared.shared == once.records.lengths[number]
         assert shared.num_labels == whole.num_labels
+        kinds = np.arange(len(rejected.input_ids), dtype=np.int8)
+        assert replace(rejected, kinds=kinds).without_beginning(3).kinds.tolist() == kinds[3:].tolist()
 
 
 def test_padded_pairs_of_a_whole_model_without_a_reference(
@@ -317,3 +325,40 @@ def test_the_export_of_adapters_has_what_pairs_have_taught(
         with torch.no_grad():
             sums += torch.stack([plain.log_probabilities(model, own, pictures).sum() for own in sample.parts])
     assert (sums / 22).tolist() == pytest.approx([row["logp_chosen"], row["logp_rejected"]], rel=1e-5)
+    found = evaluate_pairs(evaluation(tmp_path, f"data.path={pairs}", f"data.images={dataset / 'images'}"))
+    assert found["pairs"] == 22
+    for key in ("logp_chosen", "logp_rejected"):
+        assert found[key] == pytest.approx(row[key], rel=1e-5)
+
+
+def evaluation(model: Path, *more: str) -> EvaluateConfig:
+    """Of pairs, seven at once, by the model in a run's folder."""
+    words = f"model.checkpoint={model}", "task=pairs", "data=llava_json", "batch_size=7", "format=json"
+    return command_config(EvaluateConfig, "evaluate", *words, *more)
+
+
+def test_an_evaluation_of_pairs_compares_models_and_images(
+    noise: Path, dataset: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model prefers nothing more than itself; two sources are two groups; blank images change the scores."""
+    other = write_pairs(dataset, 5, "five_pairs.json")
+    sources = f"+data.sources.a.path={pairs}", f"+data.sources.b.path={other}", f"data.images={dataset / 'images'}"
+    evaluate(evaluation(noise, *sources, "blank=true"))
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["pairs"] == 27 and alone["margin"] == pytest.approx(alone["logp_chosen"] - alone["logp_rejected"])
+    of_sources = alone["groups"]["source"]
+    assert {name: own["pairs"] for name, own in of_sources.items()} == {"a": 22, "b": 5}
+    for key in ("accuracy", "margin", "logp_chosen"):
+        assert alone[key] == pytest.approx((22 * of_sources["a"][key] + 5 * of_sources["b"][key]) / 27)
+    evaluate(evaluation(noise, *sources, f"reference={noise}", "limit=6"))
+    own = json.loads(capsys.readouterr().out)
+    assert (own["pairs"], own["margin"], own["accuracy"]) == (6, 0, 0)
+    model = open_assistant(str(noise))
+    record = next(
+        own for _, own in records_by_turns(evaluation(noise, f"data.path={pairs}", "data.pairs=true")) if own.images
+    )
+    files: list[ImageFile] = [dataset / "images" / name for name in record.images]
+    seen, blank = (model.scores([(record, files)], blank) for blank in (False, True))
+    assert seen[0].tokens == blank[0].tokens and seen[0].log_probability != blank[0].log_probability
+    with pytest.raises(ConfigError):
+        evaluation(noise, f"data.path={pairs}", "answers=a.jsonl")

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from llava_fsdp.chat.answer_scores import AnswerScore
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.data.images.check import ImageFile
-from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Turn
+from llava_fsdp.data.records.record import IMAGE_TAG, READS_IMAGES, Record, Turn
 from llava_fsdp.data.text.tokens.detokenize import AnswerText
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
@@ -71,6 +72,10 @@ class Answerer(Protocol):
     ) -> Generator[str, None, bool]:
         """Yield the answer to a conversation's last question in pieces, one after every token. Return whether the model
         ended it. `tools`: those that the answer may call."""
+        ...
+
+    def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
+        """Score the answers of pairs in one batch: of each record, with its images, the chosen and the rejected one."""
         ...
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> Any:

@@ -10,21 +10,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from llava_fsdp.chat.answer_scores import AnswerScore, score_answers
 from llava_fsdp.chat.answerer import Question, check_tags, one_by_one, out_of_memory, too_long
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.chat.open_model import choose_dtype, open_model
-from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.batching.tile_inputs import normalize
+from llava_fsdp.config import AspectRatio, TooLong
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.batching.tile_inputs import normalize, with_normalized_tiles
 from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
-from llava_fsdp.data.records.record import Turn, count_images, is_video
+from llava_fsdp.data.records.record import Record, Turn, count_images, is_video
 from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template, stops_of
 from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order, prompt, refuse_tools
-from llava_fsdp.data.text.encode import encode_prompt
+from llava_fsdp.data.text.encode import ExactEncoder, encode_prompt
+from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokens.constants import IMAGE_ID
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
@@ -100,9 +103,9 @@ class Assistant:
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.language_config.vocab_size)
         form = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
-        teaching = source.teaching
-        if isinstance(form, ChatTemplate) and teaching is not None:
-            form = teaching.asking(form)
+        self.form, self.teaching = form, source.teaching or DEFAULT
+        if isinstance(form, ChatTemplate) and source.teaching is not None:
+            form = source.teaching.asking(form)
         self.template = form
         self.model: Architecture = load_copy(
             shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
@@ -201,6 +204,41 @@ class Assistant:
             raise out_of_memory(self.device, len(tokens)) from error
         yield text.close()
         return False
+
+    @torch.inference_mode()
+    def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
+        """Return the scores of the answers of pairs, two for each record, the chosen answer first. With `blank`, all
+        images are replaced by images of the mean colour.
+
+        Raises:
+            DataError: a record is no pair, an image cannot be read, or a pair is longer than the model can read.
+        """
+        rows = [self.encode_pair(record, files) for record, files in pairs]
+
+        def to_device(micro: MicroBatch) -> MicroBatch:
+            micro = micro.map(lambda values: values.to(self.device))
+            images = with_normalized_tiles(micro.images, self._table)
+            return replace(micro, images=images | ({"tiles": torch.zeros_like(images["tiles"])} if blank else {}))
+
+        return score_answers(self.model, rows, self.reader, to_device, self.alone)
+
+    def encode_pair(self, record: Record, files: Sequence[ImageFile]) -> tuple[Sample, list[np.ndarray]]:
+        """Encode a pair as training does, and return it with the tiles of its images."""
+        images = [self.load_image(path, record.where, count_images(files)) for path in files]
+        form = self.form
+        encoder = ExactEncoder(
+            tokenizer=self.tokenizer,
+            template=self.teaching.template(form) if isinstance(form, ChatTemplate) else form,
+            image_rows=lambda _, place: images[place].rows,
+            max_length=self.max_tokens,
+            too_long=TooLong.fail,
+            start_end=self.model.cfg.image_start_end,
+            special_tokens=self.special_tokens,
+            teaching=self.teaching,
+        )
+        sample = encoder(record)
+        assert sample is not None, "with too_long=fail it is an error"
+        return sample, [images[sample.place(number)].tiles for number in range(len(sample.images))]
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
         """Read an image file or a video, cut it into tiles for the model's vision tower, and compute its tokens. Error

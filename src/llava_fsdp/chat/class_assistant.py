@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llava_fsdp.chat.answer_scores import AnswerScore, score_answers
 from llava_fsdp.chat.answerer import Question, check_tags, one_by_one, out_of_memory, too_long
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.chat.open_model import choose_dtype
@@ -26,11 +27,12 @@ from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import ProcessorImages, Row
 from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.records.clip import Clip, Shape
-from llava_fsdp.data.records.record import Turn, is_video
+from llava_fsdp.data.records.record import Record, Turn, is_video
 from llava_fsdp.data.text.answer_segments import ask_segments
 from llava_fsdp.data.text.chat_template.jinja_template import stops_of
 from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order
+from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.data.validation_prompts import lay_out_prompts
@@ -81,6 +83,7 @@ class ClassAssistant:
         self.max_tokens: int = language.max_position_embeddings
         self.tokenizer: Tokenizer = open_tokenizer(folder, language.vocab_size)
         form, teaching = open_image_template(source.template, folder, self.tokenizer), source.teaching
+        self.form, self.teaching = form, teaching or DEFAULT
         self.template = form if teaching is None else teaching.asking(form)
         processor = open_processor(folder)
         frames = open_frames(self.template, processor, source.video_fps, source.video_frames)
@@ -156,6 +159,7 @@ class ClassAssistant:
         length = len(sample.input_ids)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - length))
         text, stopped = self.new_text(), threading.Event()
+        self.text = text
         tokens: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
 
         def push(chosen: torch.Tensor) -> bool:
@@ -188,6 +192,34 @@ class ClassAssistant:
             thread.join()
         yield text.close()
         return False
+
+    @torch.inference_mode()
+    def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
+        """Return the scores of the answers of pairs, two for each record, the chosen answer first. With `blank`, all
+        images are replaced by images of the mean colour.
+
+        Raises:
+            DataError: a record is no pair, an image cannot be read, or a pair is longer than the model can read.
+        """
+        rows = [self.encode_pair(record, files, blank) for record, files in pairs]
+        reader = replace(self.reader, positions=self.model.positions)
+        return score_answers(
+            self.model, rows, reader, lambda micro: micro.map(lambda values: values.to(self.device)), self.alone
+        )
+
+    def encode_pair(self, record: Record, files: Sequence[ImageFile], blank: bool) -> Row:
+        """Encode a pair as training does, and return it with the pixels of its images."""
+        images = [self.load_image(path, record.where) for path in files]
+        images = [self.blank_image(image) for image in images] if blank else images
+        encoder = replace(
+            self.encoder,
+            template=self.teaching.template(self.form),
+            teaching=self.teaching,
+            shape=lambda _, place: shape_of(images[place]),
+        )
+        sample = encoder(record)
+        assert sample is not None, "with too_long=fail it is an error"
+        return sample, [images[sample.place(number)].pixels for number in range(len(sample.images))]
 
     def generate(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
         """Generate answers to questions, of which each row is one. `push` gets the next token of each answer, int64
@@ -237,10 +269,7 @@ class ClassAssistant:
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
         segments = ask_segments(turns, self.encoder.writer, media, where, tools)
-        shapes = [
-            replace(own.shape, read=lambda own=own: own.pixels) if isinstance(own.shape, Clip) else own.shape
-            for own in images
-        ]
+        shapes = [shape_of(image) for image in images]
         sample = self.encoder.encode(segments, [str(image.path) for image in images], shapes, where)
         if len(sample.input_ids) >= self.max_tokens:
             raise too_long(where, len(sample.input_ids), sum(map(len, sample.image_rows)), self.max_tokens)
@@ -249,3 +278,9 @@ class ClassAssistant:
     def new_text(self) -> AnswerText:
         """Return an empty answer, to which the tokens that the model generates are added."""
         return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin, self.template.thought)
+
+
+def shape_of(image: RgbImage) -> Shape:
+    """Return what the tokens of an image or a video depend on. That of a video reads its frames."""
+    shape = image.shape
+    return replace(shape, read=lambda: image.pixels) if isinstance(shape, Clip) else shape

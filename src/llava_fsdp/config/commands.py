@@ -138,6 +138,8 @@ class EvaluateConfig:
     model: TrainedModelConfig
     task: Task
     """Kind of questions, which also decides how answers are scored."""
+    reference: str | None = None
+    """Model to compare with, with task=pairs. Its log-probabilities of the answers are subtracted; null: none."""
     questions: str | None
     """File of questions; task=conversations uses data.path instead."""
     annotations: str | None
@@ -167,16 +169,20 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value, or a combination of values, is not allowed."""
-        if self.task is Task.conversations:
+        if self.reference is not None and self.task is not Task.pairs:
+            raise ConfigError(f"reference={self.reference} is for task=pairs, not {self.task.value}")
+        if self.task in (Task.conversations, Task.pairs):
             others = "|".join(task.value for task in Task if task is not self.task)
             for key in ("questions", "annotations", "submission"):
                 if (value := getattr(self, key)) is not None:
                     raise ConfigError(
-                        f"{key}={value} is not for task=conversations, whose questions are data.path; choose another "
-                        f"task: task={others}"
+                        f"{key}={value} is not for task={self.task.value}, whose questions are data.path; choose "
+                        f"another task: task={others}"
                     )
             if self.suffix:
-                raise ConfigError("suffix=true is not for task=conversations; set suffix=false")
+                raise ConfigError(f"suffix=true is not for task={self.task.value}; set suffix=false")
+            if self.task is Task.pairs and self.answers is not None:
+                raise ConfigError(f"answers={self.answers} is not for task=pairs, which generates none; leave it out")
         elif self.questions is None:
             raise ConfigError(f"task={self.task.value} needs questions=FILE")
         if self.submission is not None and self.task not in (Task.vqa, Task.textvqa):

@@ -31,6 +31,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file, storage_errors
 from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
+from llava_fsdp.evaluate.pairs import evaluate_pairs, table_of_pairs
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, submission_of, table_of
@@ -51,12 +52,17 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Let a model answer the questions of a benchmark by greedy decoding, and print the scores."""
+    """Let a model answer the questions of a benchmark by greedy decoding, and print the scores. With task=pairs,
+    compare how probable it finds two answers."""
     shard = open_shard(cfg)
-    if cfg.task is Task.conversations:
+    if cfg.task in (Task.conversations, Task.pairs):
         draw_shapes(cfg.data)
     if cfg.data.images is not None and is_remote(cfg.data.images):
         cfg = replace(cfg, data=replace(cfg.data, images=find_images(cfg.data.images, "data.images")))
+    if cfg.task is Task.pairs:
+        scores = evaluate_pairs(cfg)
+        console = TextConsole(width=None if sys.stdout.isatty() else 120)
+        return print(json.dumps(scores)) if cfg.format is Format.json else console.print(table_of_pairs(scores))
     questions = read_questions(cfg)
     check_images(questions, cfg.data)
     generator = BenchmarkAnswerer(cfg, questions, shard)

@@ -85,26 +85,37 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     Raises:
         DataError: a data source has no records, or a record does not begin with a question and its answer.
     """
+    several = len(cfg.data.sources) > 1
+    asked = (
+        replace(
+            first_question(record),
+            groups=(("source", source.name),) if several else (),
+            images_folder=source.images,
+        )
+        for source, record in records_by_turns(cfg)
+    )
+    return [replace(question, number=number) for number, question in enumerate(itertools.islice(asked, cfg.limit))]
+
+
+def records_by_turns(cfg: EvaluateConfig) -> Iterator[tuple[DataSource, Record]]:
+    """Yield all records of the dataset, those of its sources by turns. Raise DataError if a source has none."""
     sources = sources_of(cfg.data)
     cache = CacheFolder(cfg.data.cache_folder / "images", cfg.data.cache_gb)
     data_files = open_data_files(files_of(sources), cache)
 
-    def questions_in(source: DataSource) -> Iterator[BenchmarkQuestion]:
+    def records_in(source: DataSource) -> Iterator[tuple[DataSource, Record]]:
         files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in source.files)
-        groups = (("source", source.name),) if len(sources) > 1 else ()
-        question = None
+        record = None
         for record in (file[n] for file in files for n in range(len(file))):
-            question = replace(first_question(record), groups=groups, images_folder=source.images)
-            yield question
-        if question is None:
+            yield source, record
+        if record is None:
             key = f"data.sources.{source.name}.path" if cfg.data.sources else "data.path"
             raise DataError(f"{key}={source.path} holds no records")
 
     if any(own.weight is not None or own.epochs is not None for own in cfg.data.sources.values()):
         log().info("every record of data.sources is asked once, whatever their epochs and weights")
-    turns = itertools.zip_longest(*map(questions_in, sources))
-    asked = itertools.islice((own for turn in turns for own in turn if own is not None), cfg.limit)
-    return [replace(question, number=number) for number, question in enumerate(asked)]
+    turns = itertools.zip_longest(*map(records_in, sources))
+    yield from (own for turn in turns for own in turn if own is not None)
 
 
 def first_question(record: Record) -> BenchmarkQuestion:

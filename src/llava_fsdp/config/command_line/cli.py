@@ -136,10 +136,11 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     setup_logging()
     folder, is_training = typed_output_dir(), on_exit is not no_status  # only trainings record how they ended
     on_every_rank, ends_torchrun, is_private = False, False, None
+    node = None
     try:
         with until_reader_leaves():
             node = compose(config_name, schema)
-        if node is None:  # Hydra has answered --help, --cfg job and the like
+        if node is None:  # Hydra has answered --help, --cfg job and the like, or their reader has left
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
         # a training that ends because the reader of stdout has exited must not count as done

@@ -375,6 +375,8 @@ class Task(Enum):
     """Questions with short answers, which are compared with the answers of several people as in TextVQA."""
     multiple_choice = "multiple_choice"
     """Multiple-choice questions that are answered by a letter, as in ScienceQA."""
+    pairs = "pairs"
+    """Records with a better and a worse answer, of which the model should find the better one more probable."""
     yes_no = "yes_no"
     """Yes-or-no questions, as in POPE."""
 

@@ -133,6 +133,8 @@ class Sample:
             labels=self.labels[count:],
             images=(),
             image_rows=(),
+            kinds=None if self.kinds is None else self.kinds[count:],
+            weights=None if self.weights is None else self.weights[count:],
             processor_text=text and replace(text, image_spans=(), is_image=text.is_image[count:]),
         )
 

@@ -1,0 +1,51 @@
+"""Compute the log-probabilities of given answers: what `evaluate task=pairs` needs of a model, of whichever kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llava_fsdp.config import Normalize
+from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
+from llava_fsdp.data.batching.collate import Collator
+from llava_fsdp.data.batching.tile_inputs import Row
+from llava_fsdp.data.images.image_source import ImageSource
+from llava_fsdp.model.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """The probability of an answer behind its prompt."""
+
+    log_probability: float
+    """Sum over the answer's tokens, the one that ends it included."""
+    tokens: int
+
+
+def score_answers(
+    model: Architecture,
+    pairs: Sequence[Row],
+    reader: ImageSource,
+    to_device: Callable[[MicroBatch], MicroBatch],
+    alone: bool,
+) -> list[AnswerScore]:
+    """Return the scores of the answers of pairs, of which each has its images: two for each pair, the chosen answer
+    first.
+
+    Args:
+        reader: what makes the image inputs.
+        to_device: moves a micro-batch to the model's device, and prepares its pixels.
+        alone: whether each answer is scored in a batch of its own, because padding would change its score.
+    """
+    rows = [(part, images) for sample, images in pairs for part in sample.answers]
+    collate = Collator(reader, Normalize.step, pack=False)
+    found: list[AnswerScore] = []
+    for batch in [[row] for row in rows] if alone else [rows]:
+        facts = StepFacts(0, samples=len(batch), images=sum(len(images) for _, images in batch))
+        micro = to_device(collate(batch, facts, 1))
+        logits = model(**micro.inputs, return_logits=True)  # [labels, vocabulary]
+        of_labels = logits.float().log_softmax(-1).gather(1, micro.label_ids[:, None])[:, 0]
+        counts = [sample.num_labels for sample, _ in batch]
+        sums = [own.double().sum().item() for own in of_labels.split(counts)]
+        found += [AnswerScore(total, count) for total, count in zip(sums, counts, strict=True)]
+    return found
