@@ -362,7 +362,7 @@ def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watc
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder of the index with this name is complete, since it has its final name."""
+    """Return whether this is the final name of a folder of the index, which the folder gets when it is complete."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
@@ -532,7 +532,8 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return how many images were decoded, as JSON values; empty except with `data.examine=sample` or `lazy`."""
+    """Return counts of the images that were decoded and that are bad (`Examined`), for `done.json`; empty if there are
+    no images, or unless `data.examine` is `sample` or `lazy`."""
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
         return {}
@@ -541,8 +542,8 @@ def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> di
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Examine the bad images again. Return the numbers of the chunks with a record whose problems are not those in
-    `folder`."""
+    """Examine the bad images again, which the user may have fixed. Return the numbers of the chunks with a record whose
+    problems are no longer those in `folder`."""
     flags = open_column(folder, "flags")
     fixed = {
         task.chunk_of(number)
@@ -557,10 +558,13 @@ FIRST_ROW = "first_row"
 
 
 def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
-    (TAUGHT), summed over the files `chunks` with the results of the pass, as JSON values for `done.json`. Replace the
-    column of the numbers of samples by FIRST_ROW, or delete it if each record has one sample. Delete the column of the
-    weights if all are 1."""
+    """Complete the columns of the third pass, which `join` has put into the folder `staged`, and return facts for
+    `done.json`: the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
+    (TAUGHT), summed over the files `chunks` with the results of the pass.
+
+    The column of the numbers of samples is replaced by FIRST_ROW, or deleted if each record has one sample. The column
+    of the weights is deleted if all are 1.
+    """
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
     taught = np.zeros((len(task.store.sources), len(TAUGHT)), dtype=np.int64)

@@ -57,7 +57,8 @@ class CompareContent:
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
-        """Compare the records of a chunk and their images; the column `changed` says what differs."""
+        """Compare the records of a chunk and their images with the stored checksums. Return the column ROWS: JSON
+        Lines, each {"changed": text that names a record or image and says what differs}."""
         changed: list[str] = []
         digests_now: dict[Path | ImageInContainer, int | str] = {}
         records, images = self.digests
