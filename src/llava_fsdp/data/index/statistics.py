@@ -1,4 +1,4 @@
-"""Summarise an indexed dataset: counts, lengths in tokens, tokens lost by truncation, and problems of records."""
+"""Summarize an indexed dataset: counts, lengths in tokens, tokens lost by truncation, and problems of records."""
 
 import itertools
 import json

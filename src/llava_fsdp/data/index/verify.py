@@ -1,6 +1,6 @@
 """Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
 
-Training recognises unchanged files by size and modification time, and does not examine an image again that was once
+Training recognizes unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
 """
 

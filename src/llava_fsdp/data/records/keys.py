@@ -170,8 +170,9 @@ def held(value: Any) -> Any:
 
 
 def held_under(key: str, value: Any) -> Any:
-    """Return what `held` does, but for a thought that is no text, whose placeholder is no text, either, and for weights
-    of characters, which are kept."""
+    """Return the value of a key as it is written into the index: what `held` returns, with two exceptions. Weights of
+    characters are kept whole. The placeholder of a thought that is no text is a list, so that it is not taken for a
+    thought."""
     kept = held(value)
     if kept is HELD and plain_name(key) == READ_SPANS and is_span_list(value):
         return value
@@ -200,12 +201,14 @@ def read_weights(key: str, value: Any) -> AnswerWeights:
             return full if said else none
         case KeyMeaning.learnt if name in FRACTIONS and (units := weight_of(said)) is not None:
             return AnswerWeights(units)
+        # a `mask` of 0 or 1 is ambiguous
         case KeyMeaning.hidden if isinstance(said, bool) or (is_number and key.lower() != "mask"):
             return none if said else full
         case KeyMeaning.hidden if isinstance(said, str) and said.lower() in ASKING:
             return full
         case KeyMeaning.spans if name == READ_SPANS and (spans := spans_of(value)) is not None:
             return AnswerWeights(spans=spans)
+        # a `label` may also be the name of a class
         case KeyMeaning.verdict if said is True or (key.lower() == "label" and said is not False):
             return full
         case KeyMeaning.verdict if key.lower() == "chosen" and said is not False:
@@ -243,7 +246,8 @@ def spans_of(value: Any) -> tuple[tuple[int, int, int], ...] | None:
 
 
 def count_keys(counts: Counter[str], keys: Mapping[str, int]) -> None:
-    """Add counts of keys to `counts`, which keeps at most MOST_NAMES different keys."""
+    """Add counts of keys to `counts`, which keeps at most MOST_NAMES different keys; further ones are counted together
+    as OTHERS."""
     for key, number in keys.items():
         counts[key if key in counts or len(counts) < MOST_NAMES else OTHERS] += number
 
