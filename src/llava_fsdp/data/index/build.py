@@ -107,6 +107,7 @@ class Plan:
     def opens_all(self) -> bool:
         """Whether every image of the dataset is opened before training, at least to read its size."""
         reader, examine = self.reader, self.cfg.examine
+        # LLaVA cannot read an image 1 pixel high: with its pixels, such images are found before training
         by_size = reader.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
 
@@ -295,8 +296,9 @@ def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | N
 
 
 def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
-    """Open a dataset's index, all parts of which are complete: `state`, and in it the folders of columns about images
-    (`pictures`) and about encoded records. Raise DamagedError if a part is not what was written."""
+    """Open a dataset's index, all parts of which are complete. `state`: its folder for the present content of the
+    files; in it are the folders of columns about images (`pictures`) and about encoded records. Raise DamagedError if a
+    part is not what was written."""
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)

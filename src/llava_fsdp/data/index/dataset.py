@@ -179,8 +179,8 @@ class Records:
         return self.index.store.name(self.number_in_index(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
-        """Return a column of the index with a value for each sample that is trained on. A value of a record is that of
-        its samples. `folder`: that of the column."""
+        """Return a column of the index, with a value for each sample that is trained on. If the column has a value for
+        each record, all samples of a record get it. `folder`: folder of the column."""
         values = open_column(folder, name)
         is_record = folder != self.index.encoded and self.index.first_row is not None
         if self.numbers is None and not is_record:
@@ -266,8 +266,8 @@ class Records:
         return [end - begin for begin, end in itertools.pairwise(begins)]
 
     def samples_before(self, records: Sequence[int]) -> list[int]:
-        """Return for each of some records, given by their numbers in the index, how many samples that are trained on
-        are of records before it."""
+        """Return, for each record number in `records` (numbers in the index), how many of the samples that are trained
+        on belong to earlier records."""
         first = self.index.first_row
         rows = records if first is None else first[np.array(records)]
         return list(rows) if self.numbers is None else np.searchsorted(self.numbers, rows).tolist()

@@ -259,7 +259,7 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield a row for each problem of a record, with the record's place in its file."""
+    """Yield each problem of each record as a dict for problems.jsonl, with the place of the record in its file."""
     for row in records.index.rows():
         file, index = records.index.store.locate(row["record"])
         yield {

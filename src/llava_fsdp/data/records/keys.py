@@ -120,7 +120,7 @@ def plain_name(key: str) -> str:
 
 
 def is_thought(key: str, value: Any) -> bool:
-    """Return whether a key of an answer gives its thought, as text."""
+    """Return whether a key has a thought that is read: a text, under one of the names READ_THOUGHTS in any style."""
     return (
         isinstance(value, str)
         and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought
@@ -161,8 +161,8 @@ def says_nothing(value: Any) -> bool:
 
 def held(value: Any) -> Any:
     """Return the value of a key that is not read, or of one that says what is learnt, as it is written into the index:
-    numbers, truth values and short texts as they are, a placeholder for any other value (in a Parquet file also bytes,
-    a date etc.), and None for none."""
+    numbers, truth values and short texts as they are; a placeholder for any other value (in a Parquet file also bytes,
+    a date etc.); and None for a value that says nothing."""
     if says_nothing(value):
         return None
     is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
@@ -190,8 +190,8 @@ def is_span_list(value: Any) -> bool:
 
 
 def read_weights(key: str, value: Any) -> AnswerWeights:
-    """Return the weights that a key, whose value says something, gives the labels of an answer. Raise ValueError if it
-    cannot be obeyed."""
+    """Return the weights that a key gives the labels of an answer, if its value says something. Raise ValueError, with
+    the reason and a cure, if the key cannot be obeyed."""
     meaning, name = meaning_of(key), plain_name(key)
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)

@@ -152,6 +152,7 @@ def is_list(kind: Any) -> bool:
 
 
 def is_text(kind: Any) -> bool:
+    """Return whether all values of an Arrow type are texts or nulls."""
     from pyarrow import types
 
     own = kind.value_type if types.is_dictionary(kind) else kind

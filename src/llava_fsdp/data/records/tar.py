@@ -67,8 +67,8 @@ class SampleReader:
     """Converts a sample to a record in JSON."""
 
     def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, max_bytes: int):
-        """`max_bytes` is the greatest size of a record. `keys`: names of the members or keys of question, answer and
-        images."""
+        """Note which members of the sample are images. `max_bytes`: greatest size of a record; `keys`: names of the
+        members or keys of question, answer and images."""
         self.file = file
         self.sample = sample
         self.keys = keys
@@ -101,8 +101,8 @@ class SampleReader:
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return one line that is not valid JSON, made from an invalid member `json`. The checks of text files will
-        report it."""
+        """Return one line that is not valid JSON, made from an invalid member `json`. So it is reported where lines are
+        parsed."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)

@@ -64,7 +64,7 @@ class AnswerWriter:
         """
         check_turns(record)
         own, media = asked_turns(record), media_of(record.images)
-        left_out = len(record.turns) - len(own)
+        left_out = len(record.turns) - len(own)  # a first answer without a question: messages count it
         try:
             asked = self.asked(own, record.tools, media)
         except Unfit as unfit:
@@ -98,6 +98,7 @@ class AnswerWriter:
         )
 
     def refused(self, record: Record, why: str) -> DataError:
+        """Return the error for a record that the template cannot be trained with. `why`: what the template does."""
         return DataError(
             f"{record.where}: the chat template {self.template.path} {why}; take the record out, or set "
             "data.template=chatml or another of LLaVA's",

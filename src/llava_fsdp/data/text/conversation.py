@@ -204,7 +204,7 @@ def own_prompt(
         if piece.image is not None:
             add_image(piece.image)
         elif piece.turn is not None and turns[piece.turn].role == "human" and media and form.images is None:
-            for place, text in enumerate(piece.text.split(IMAGE_TAG)):
+            for place, text in enumerate(piece.text.split(IMAGE_TAG)):  # images are tags in the text of a question
                 if place:
                     add_image(next(numbers))
                 segments.append(Segment(text, False, from_record=True))

@@ -74,7 +74,8 @@ class AnswerEncoder(ABC):
         earlier turns in another way once others follow. A pair is one sample, with both answers in it.
 
         Args:
-            longest: number of tokens of each sample that are right at least; see `whole`.
+            longest: at least so many tokens at the beginning of each sample are right, though very long texts are
+                shortened.
             turns: indices of the first and the last answer of the sample that is to be encoded; None: all.
 
         Raises:
@@ -86,6 +87,7 @@ class AnswerEncoder(ABC):
         if not isinstance(form, ChatTemplate):
             return [self.whole(self.teaching.record(record, None), longest)]
         record = self.teaching.record(record, form.features)
+        # the short way, for most records: the whole conversation is one sample
         if turns is None and is_plain(record) and not self.teaching.hides_empty(form):
             try:
                 sample = self.whole(record, longest)
@@ -178,6 +180,8 @@ class ExactEncoder(AnswerEncoder):
 
     @property
     def fingerprint(self) -> str:
+        """Text that changes with all settings that affect the token ids and labels, except the order of vision
+        features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value} {self.teaching}"
         form += " prompt_once" * self.prompt_once
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
@@ -314,6 +318,7 @@ class OriginalEncoder:
 
     @property
     def fingerprint(self) -> str:
+        """Text that changes with all settings that affect the token ids and labels."""
         own = self.own
         form = f"{own.form} {own.pad_id} {own.start_end} {self.teaching.weights.value}"
         return f"llava_v1_5 {own.tokenizer.fingerprint} {form} {own.max_length}"

@@ -54,6 +54,7 @@ class Findings:
     """Collects the problems of the records of one chunk."""
 
     def __init__(self, numbers: range, first: int):
+        """Begin without problems. `numbers`: those of the chunk's records, counted in the whole dataset."""
         self.numbers = numbers
         self.first = first
         """Number of the first record in the file of records to which the chunk belongs."""
@@ -67,6 +68,7 @@ class Findings:
         at, identity = number - self.numbers.start, identity and identity[:LONGEST_ID]
 
         def tell(kind: str, reason: str) -> None:
+            """Add a problem of the record, unless it has one of this kind already."""
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
                 row = {"record": number - self.first, "id": identity, "kind": str(kind), "reason": shown_name(reason)}
@@ -177,7 +179,8 @@ class ReadRecords(DatasetPass):
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Read records and return what the later passes and statistics need of them."""
+        """Parse the records with these numbers. Return the columns that the later passes and the statistics need (see
+        the class); `found` gets the records' problems."""
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
         names: list[bytes] = []
@@ -455,7 +458,8 @@ class PictureSizes:
     """Reads the sizes of the images of records from the index."""
 
     def __init__(self, records: Path, pictures: Path):
-        """`records`, `pictures`: folders of the columns of the passes ReadRecords and ExaminePictures."""
+        """Open the columns with sizes. `records`, `pictures`: folders of the columns of ReadRecords and
+        ExaminePictures."""
         self.first = open_column(records, "first_picture")
         names = ("width", "height", "stored_height")
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)

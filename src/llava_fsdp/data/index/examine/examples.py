@@ -138,7 +138,8 @@ class Roles:
     run of tokens with labels, so that the number of runs before a token tells its role."""
 
     def __init__(self, record: Record, sample: Sample, counts_in_loss: np.ndarray, encoder: Encoder):
-        """`counts_in_loss`: whether each token has a label that counts in the loss, bool [tokens]."""
+        """Find the runs of tokens with labels, and whether they tell the roles. `counts_in_loss`: whether each token
+        has a label that counts in the loss, bool [tokens]."""
         turns = asked_turns(record)
         # the first token of each run with labels
         self.starts = np.flatnonzero(counts_in_loss[1:] & ~counts_in_loss[:-1]) + 1

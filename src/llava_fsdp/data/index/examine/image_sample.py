@@ -94,6 +94,7 @@ class Examined:
         return f"{found}; at most {100 * self.bound:.2g} % of all are bad ({CONFIDENCE:.0%} confidence)"
 
     def as_json(self) -> dict[str, Any]:
+        """Return the counts for report.json."""
         return {
             "images": self.images, "decoded": self.decoded, "bad": self.bad, "bound": self.bound,
             "summary": self.summary,

@@ -139,7 +139,8 @@ def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn
 
 
 def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str) -> Turn:
-    """Parse a part of a message that is the result of a call."""
+    """Parse a part of a message that is the result of a call into a turn. `form`: place of the part in the record, such
+    as `messages[].content[].`."""
     reader.note_keys(what, raw, AGENT_PART_KEYS, form, is_answer=False)
     content, parts = raw.get("content"), None
     if isinstance(content, list):

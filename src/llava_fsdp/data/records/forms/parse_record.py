@@ -145,7 +145,7 @@ def parse_record(
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)
     raw = unpacked(reader, raw) if keys.pairs else raw
-    listed = reader.listed(raw, keys.images, "image")
+    listed = reader.listed(raw, keys.images, "image")  # {key: names of the images under it}
     video_keys = tuple(key for key in VIDEO_KEYS if key not in keys.images) if videos else ()
     shows = one_list(where, reader.listed(raw, video_keys, VIDEO), "videos")
     reader.note_unread(raw, (*keys.images, *video_keys, *(keys.pair or ())))

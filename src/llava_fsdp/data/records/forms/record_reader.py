@@ -255,6 +255,7 @@ class RecordReader:
         return self.text(what, found.pop()) if found else None
 
     def text(self, what: str, value: Any) -> str:
+        """Return a value that must be a valid text; raise DataError if it is not."""
         if not isinstance(value, str):
             raise self.bad(what, value, "text")
         check_text(value, f"{self.where}: {what}")

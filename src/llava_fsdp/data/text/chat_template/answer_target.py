@@ -80,6 +80,8 @@ class Asked:
     tools: Sequence[dict[str, Any]]
 
     def write(self, messages: Sequence[Message], ask: bool = False, **variables: Any) -> str:
+        """Render messages with the conversation's tools. Raise Unfit if the template escapes BREAK, so that it cannot
+        be taken out again."""
         text = self.template.write_text(messages, ask, self.features.form, self.tools, **variables)
         if ESCAPED_BREAK in text:
             raise Unfit("escapes a special token in a text")

@@ -134,6 +134,7 @@ def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
     _, rights = form.marked(shape, after=RIGHT)
     turns = parse_shape(shape)
     owners = [turn for turn, own in enumerate(turns) for _ in range(own.kinds.count(TEXT))]
+    # what follows a text is reversed, because `stripped` compares the ends of its arguments
     slots = tuple(
         Slot(
             number,

@@ -123,6 +123,7 @@ class ChatTemplate:
         return self.code.startswith(BOS) and self.tokenizer.bos is not None
 
     def __repr__(self) -> str:
+        """Return a text that changes with all that affects the tokens of a conversation."""
         # "prompts apart": prompts are tokenized without their answers; this text is part of the names of cached indexes
         form = f"{self.parts} {self.images} prompts apart"
         return f"chat template {digest(self.code)} {sorted(self.variables.items())} {form}"
@@ -209,7 +210,8 @@ class ChatTemplate:
         )
 
     def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[ChatPiece]:
-        """Render the turns of a conversation. If the last turn is a question, the text is the prompt for its answer.
+        """Render the turns of a conversation, and return the text in pieces. If the last turn is a question, the text
+        is the prompt for its answer.
 
         Args:
             where: name of the conversation in error messages.
@@ -248,6 +250,7 @@ class ChatTemplate:
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
         def pieces(text: str, supervised: bool, answer: int | None = None) -> Iterator[ChatPiece]:
+            """Yield a text of the template, divided at the placeholders of images and videos."""
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
                     yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))
@@ -310,8 +313,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], most: float = math.inf, how: Rendering | None = None) -> str:
         """Render a conversation; raise Unfit if the template fails, or takes too much memory, or more than `most`
-        seconds of processor time. If the last message is no answer, the text ends with the beginning of an answer, as
-        for generation; `how` may say otherwise."""
+        seconds of processor time. `how`: whether the text ends with the beginning of an answer, as for generation, the
+        form of messages, tools and more variables. None: it ends so if the last message is no answer."""
         how = how or Rendering(messages[-1].role != "gpt", MessageForm(self.parts))
         made = [message.to_template(how.form) for message in messages]
         keys: dict[str, Any] = {"add_generation_prompt": how.ask, **self.variables, **how.variables}

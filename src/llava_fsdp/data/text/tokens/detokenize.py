@@ -186,7 +186,8 @@ class AnswerText:
         return self._thought.is_cut
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that became final with it, which may be empty."""
+        """Add a token, and return the text of the answer that became final with it, which may be empty. A thought
+        before the answer gives no text."""
         if self.ended:
             return ""
         thought = self._thought
@@ -231,7 +232,7 @@ class AnswerText:
                 thought.is_cut, self.ended = True, True
                 self.ids = list(thought.ids)
                 return ""
-            begun = "".join(map(self._push, thought.ids))
+            begun = "".join(map(self._push, thought.ids))  # no thought has begun: these are the answer's tokens
             return begun + self.close()
         begun = self._release(self._decode(is_last=True))
         rest = self._held.rstrip()

@@ -256,7 +256,7 @@ class JsonTokenizer(Tokenizer):
                 return self._encode_around_images(text, special, images)
             if special != self.find_special(text):
                 return self._encode_between(text, special)
-        if not self._prefixes:
+        if not self._prefixes:  # this class does not have to put the space before a text
             return self._encode(self._fast, text)
         if not text:
             return []
