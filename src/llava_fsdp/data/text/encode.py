@@ -142,8 +142,8 @@ class AnswerEncoder(ABC):
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode each sample of a record as in training, without truncation, and truncated to each of the lengths
-        `limits` that it exceeds. Raise DataError if the record is invalid. Of texts much longer than all of these
-        lengths, even the sample without truncation has only the beginning."""
+        `limits` that it exceeds. Raise DataError if the record is invalid. If a text is much longer than all of these
+        lengths, even the sample without truncation has only its beginning."""
         found = []
         for whole in self.samples(record, max(*limits, self.max_length)):
             length = whole.longest
