@@ -107,6 +107,7 @@ class Plan:
     def opens_all(self) -> bool:
         """Whether every image of the dataset is opened before training, at least to read its size."""
         reader, examine = self.reader, self.cfg.examine
+        # LLaVA cannot read an image 1 pixel high: with its pixels, such images are found before training
         by_size = reader.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
 
@@ -295,8 +296,9 @@ def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | N
 
 
 def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
-    """Open a dataset's index, all parts of which are complete: `state`, and in it the folders of columns about images
-    (`pictures`) and about encoded records. Raise DamagedError if a part is not what was written."""
+    """Open a dataset's index, all parts of which are complete. `state`: its folder for the present content of the
+    files; in it are the folders of columns about images (`pictures`) and about encoded records. Raise DamagedError if a
+    part is not what was written."""
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
@@ -362,7 +364,7 @@ def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watc
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder of the index with this name is complete, since it has its final name."""
+    """Return whether this is the final name of a folder of the index, which the folder gets when it is complete."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
@@ -532,7 +534,8 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return how many images were decoded, as JSON values; empty except with `data.examine=sample` or `lazy`."""
+    """Return counts of the images that were decoded and that are bad (`Examined`), for `done.json`; empty if there are
+    no images, or unless `data.examine` is `sample` or `lazy`."""
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
         return {}
@@ -541,8 +544,8 @@ def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> di
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Examine the bad images again. Return the numbers of the chunks with a record whose problems are not those in
-    `folder`."""
+    """Examine the bad images again, which the user may have fixed. Return the numbers of the chunks with a record whose
+    problems are no longer those in `folder`."""
     flags = open_column(folder, "flags")
     fixed = {
         task.chunk_of(number)
@@ -557,10 +560,13 @@ FIRST_ROW = "first_row"
 
 
 def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
-    (TAUGHT), summed over the files `chunks` with the results of the pass, as JSON values for `done.json`. Replace the
-    column of the numbers of samples by FIRST_ROW, or delete it if each record has one sample. Delete the column of the
-    weights if all are 1."""
+    """Complete the columns of the third pass, which `join` has put into the folder `staged`, and return facts for
+    `done.json`: the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
+    (TAUGHT), summed over the files `chunks` with the results of the pass.
+
+    The column of the numbers of samples is replaced by FIRST_ROW, or deleted if each record has one sample. The column
+    of the weights is deleted if all are 1.
+    """
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
     taught = np.zeros((len(task.store.sources), len(TAUGHT)), dtype=np.int64)

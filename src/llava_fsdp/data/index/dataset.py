@@ -30,7 +30,8 @@ class Records:
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
-        """`labels` and `too_long` decide which problems of a record have the effect that it is skipped."""
+        """Choose the records to train on, and count the problems of all records. `labels` and `too_long` decide which
+        kinds of problems cause a record to be skipped."""
         self.index = index
         self.dropped_kinds = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
@@ -72,8 +73,8 @@ class Records:
         return samples
 
     def _rows_of(self, begin: int, chosen: np.ndarray) -> np.ndarray:
-        """Return which samples are of chosen records, bool [samples of the records]. `chosen`: for each of the records
-        from number `begin` on whether it is chosen, bool [records]."""
+        """Return for each sample of consecutive records whether its record is chosen, bool [samples]. `begin`: number
+        of the first of these records; `chosen`: whether each of them is chosen, bool [records]."""
         first = self.index.first_row
         return chosen if first is None else np.repeat(chosen, np.diff(first[begin : begin + len(chosen) + 1]))
 
@@ -86,14 +87,14 @@ class Records:
             )
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """Yield the numbers of all samples in the index in blocks, int64 [block]."""
+        """Yield, in blocks, the number in the index of each sample that is trained on, int64 [block]."""
         for begin in range(0, len(self), BLOCK):
             end = min(begin + BLOCK, len(self))
             yield np.arange(begin, end) if self.numbers is None else self.numbers[begin:end]
 
     def _shared(self, name: str, count: int, dtype: np.dtype, make: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
-        """Return a column [count] from the folder of columns without the skipped records, where one process writes it
-        first. `make` yields its values in pieces."""
+        """Return a column [count] from the file `name` in the folder of columns without the skipped records; if it is
+        missing, one process writes it first. `make`: function that yields its values in pieces."""
         return shared_column(self._kept / f"{name}.npy", count, dtype, make)
 
     def __len__(self) -> int:
@@ -112,7 +113,8 @@ class Records:
         return row if first is None else int(np.searchsorted(first, row, side="right")) - 1
 
     def turns(self, number: int) -> tuple[int, int] | None:
-        """Return the turns of the first and the last answer of a sample; None if it has all of its record's."""
+        """Return the indices of the turns that are the first and the last answer of a sample; None if the sample has
+        all answers of its record."""
         if self._turns is None:
             return None
         first, last = (int(column[self._row(number)]) for column in self._turns)
@@ -120,6 +122,8 @@ class Records:
 
     @cached_property
     def _turns(self) -> list[np.ndarray] | None:
+        """Columns with the turns of the first and of the last answer of each sample in the index, -1 for the only
+        sample of its record; None if each record gives one sample."""
         if self.index.first_row is None:
             return None
         return [open_column(self.index.encoded, name) for name in (FIRST_TURN, LAST_TURN)]
@@ -130,7 +134,7 @@ class Records:
         return first is None or int(first[self.number_in_index(number)]) == self._row(number)
 
     def count_records(self, begin: int, end: int) -> int:
-        """Return to how many records the samples `begin` to `end` - 1 belong, which are all samples of these
+        """Return the number of records to which the samples `begin` to `end` - 1 belong. They are all samples of these
         records."""
         if self.index.first_row is None:
             return end - begin
@@ -160,8 +164,8 @@ class Records:
         return open_column(self.index.pictures, "digest")
 
     def fetch_ahead(self, numbers: Iterable[int], names: Mapping[int, Collection[str]] | None = None) -> None:
-        """Begin to download the images of records that are in remote files or folders. `names`: for each record, the
-        names of the images to download; None: all images."""
+        """Begin to download the images of the samples `numbers` that are in remote files or folders. `names`: {sample:
+        names of the images to download}; None: all images."""
         numbers_in_index = [self.number_in_index(number) for number in sorted(numbers)]
         if names is None:
             return self.index.store.fetch_ahead(numbers_in_index)
@@ -175,8 +179,8 @@ class Records:
         return self.index.store.name(self.number_in_index(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
-        """Return a column of the index with a value for each sample that is trained on. A value of a record is that of
-        its samples. `folder`: that of the column."""
+        """Return a column of the index, with a value for each sample that is trained on. If the column has a value for
+        each record, all samples of a record get it. `folder`: folder of the column."""
         values = open_column(folder, name)
         is_record = folder != self.index.encoded and self.index.first_row is not None
         if self.numbers is None and not is_record:
@@ -209,15 +213,15 @@ class Records:
         return self.column(self.index.encoded, LABEL_WEIGHT) if has_weights else None
 
     def weight_of(self, block: slice) -> int:
-        """Return the sum of the weights of some samples' labels, in units of 1 / FULL_WEIGHT."""
+        """Return the sum of the weights of the labels of the samples in `block`, in units of 1 / FULL_WEIGHT."""
         if self.weights is None:
             return int(self.labels[block].sum(dtype=np.int64)) * FULL_WEIGHT
         return int(self.weights[block].sum())
 
     @cached_property
     def repeated(self) -> int:
-        """Number of tokens that are read repeatedly, because a record gives several samples, also of skipped records;
-        before truncation."""
+        """Number of tokens that are read more than once because a record gives several samples that begin alike. It
+        counts tokens before truncation, also of skipped records."""
         return int(self.index.taught[:, TAUGHT.index("repeated")].sum())
 
     @cached_property
@@ -262,8 +266,8 @@ class Records:
         return [end - begin for begin, end in itertools.pairwise(begins)]
 
     def samples_before(self, records: Sequence[int]) -> list[int]:
-        """Return for each of some records, given by their numbers in the index, how many samples that are trained on
-        are of records before it."""
+        """Return, for each record number in `records` (numbers in the index), how many of the samples that are trained
+        on belong to earlier records."""
         first = self.index.first_row
         rows = records if first is None else first[np.array(records)]
         return list(rows) if self.numbers is None else np.searchsorted(self.numbers, rows).tolist()

@@ -137,7 +137,7 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
 
 
 def is_records(name: str) -> bool:
-    """Return whether a file with this base name is one of records, which is found in a folder."""
+    """Return whether a file with this base name, when it is found in a folder, is taken as a file of records."""
     name = name.partition("?versionId=")[0]
     return name.lower().endswith(SUFFIXES) and not name.startswith(".") and name not in HUB_METADATA
 

@@ -87,6 +87,7 @@ def write_done(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def check_sum(path: Path) -> int:
+    """Return the CRC-32 checksum of a file."""
     total = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK):

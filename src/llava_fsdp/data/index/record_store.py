@@ -241,7 +241,7 @@ class RecordStore:
         return list(itertools.accumulate(counts, initial=0))
 
     def locate(self, number: int) -> tuple[SourceFile, int]:
-        """Return the file of a record, and the record's index in it."""
+        """Return the file of a record, and the record's index among those of the file."""
         part = self.part(number)
         return part.file, number - part.first
 
@@ -251,6 +251,7 @@ class RecordStore:
 
     @cached_property
     def _folders(self) -> dict[SourceFile, Path | RemoteFolder | None]:
+        """{file of records: folder that its image paths are relative to; None if it is not configured}."""
         files = (part.file for part in self.parts)
         return {file: None if file.images is None else open_folder(file.images, self.data_files) for file in files}
 
@@ -338,14 +339,14 @@ class RecordStore:
 
 def source_from(raw: dict[str, Any]) -> DataSource:
     """Return a data source from its JSON values in `done.json`. Raise BadJson, KeyError or TypeError if they are not
-    what was written; `part_from` likewise."""
+    what was written."""
     files = tuple(SourceFile(**require_kinds(own, kinds_of(SourceFile))) for own in raw["files"])
     require_kinds(raw, {"name": (str,), "path": (str,), "files": (list,)})
     return DataSource(raw["name"], raw["path"], files)
 
 
 def part_from(raw: dict[str, Any]) -> NumberedFile:
-    """Return a file of records from its JSON values in `done.json`."""
+    """Return a file of records from its JSON values in `done.json`. Raise the errors of `source_from`."""
     file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
     require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})
     return NumberedFile(**{**raw, "file": file})

@@ -1,4 +1,4 @@
-"""Summarise an indexed dataset: counts, lengths in tokens, tokens lost by truncation, and problems of records."""
+"""Summarize an indexed dataset: counts, lengths in tokens, tokens lost by truncation, and problems of records."""
 
 import itertools
 import json
@@ -98,7 +98,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 
 def count_sources(records: Records) -> list[Counts]:
-    """Count each data source, without its problems."""
+    """Return the counts of each data source, all but `problems`."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     found = [
@@ -110,7 +110,7 @@ def count_sources(records: Records) -> list[Counts]:
 
 
 def count_files(records: Records) -> list[Counts]:
-    """Count each file of records, without its problems."""
+    """Return the counts of each file of records, all but `problems`."""
     parts = records.index.store.parts
     kept = records.samples_before(file_bounds(records).tolist())
     ranges = zip(parts, itertools.pairwise(kept), strict=True)
@@ -185,7 +185,7 @@ def count_with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Return histogram, mean and percentiles of the lengths in tokens of all records before truncation."""
+    """Return the number, mean, percentiles and histogram of the lengths of all samples in tokens, before truncation."""
     lengths = open_column(index.encoded, "full")
     longest = max((int(lengths[at : at + BLOCK].max(initial=0)) for at in range(0, len(lengths), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
@@ -237,8 +237,8 @@ def named_losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return, for each kind of problem, the number of records that have it, whether they are trained on, and the first
-    SHOWN of them."""
+    """Return {kind of problem: the number of records that have it, whether they are trained on, what it means, and the
+    first SHOWN of them}, as in report.json."""
     found = {
         kind: {
             "records": count,
@@ -259,7 +259,7 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield a row for each problem of a record, with the record's place in its file."""
+    """Yield each problem of each record as a dict for problems.jsonl, with the place of the record in its file."""
     for row in records.index.rows():
         file, index = records.index.store.locate(row["record"])
         yield {

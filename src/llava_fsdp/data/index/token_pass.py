@@ -87,9 +87,9 @@ class EncodeRecords(DatasetPass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Encode records. Return {name of a column: counts of each sample, int32 [samples]}, 0 for a record that makes
-        no sample, and under LOSSES_COLUMN the sums over all records of what truncation to each of `limits` loses.
-        `found` gets the records' problems."""
+        """Encode the records with these numbers, and return columns of counts: COUNTS (int32) and LABEL_WEIGHT with a
+        value for each sample; ROW_COUNTS with one for each record; LOSSES_COLUMN and TAUGHT_COLUMN with sums over all.
+        A record that makes no sample gets a sample of zeros. `found` gets the records' problems."""
         rows: list[list[Row]] = [[NO_ROW] for _ in numbers]
         weights = [[0] for _ in numbers]
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
@@ -110,8 +110,8 @@ class EncodeRecords(DatasetPass):
         return {**columns, ROW_COUNTS: counts, LOSSES_COLUMN: losses.reshape(-1), TAUGHT_COLUMN: taught}
 
     def rows(self, record: Record, measured: Sequence[MeasuredSample]) -> list[Row]:
-        """Return the counts of each sample of a record. The labels of a sample that is left out count as lost by the
-        last sample that is left."""
+        """Return the values in the columns COUNTS of each sample of a record. Samples that truncation leaves without
+        labels are left out (`kept_samples`); their labels count as lost by the last sample that is kept."""
         kept = kept_samples(measured)
         lost = sum(own.whole.num_labels for own in measured) - sum(own.whole.num_labels for own in kept)
         rows = []
@@ -129,7 +129,7 @@ class EncodeRecords(DatasetPass):
         return rows
 
     def encode(self, record: Record, number: int, tell: Tell) -> list[MeasuredSample]:
-        """Encode a record and report its problems; return its samples, none if it cannot be encoded."""
+        """Encode a record, and report its problems to `tell`. Return its samples; none if it cannot be encoded."""
         for position, turn in enumerate(asked_turns(record)):
             tell_special_token(record, position, turn.text, self.encoder, tell)
             if turn.role == "gpt" and not turn.text.strip() and not turn.calls:
@@ -154,8 +154,8 @@ class EncodeRecords(DatasetPass):
                 self.reader.check_shape((width, height), stored_height, record.num_images, what)
 
     def count_losses(self, measured: MeasuredSample) -> np.ndarray:
-        """Return what truncation of a record to each of `self.limits` loses, in the columns LOSSES, int64 [limits,
-        LOSSES]."""
+        """Return what truncation of a sample to each of `self.limits` loses, in the columns LOSSES (samples truncated,
+        tokens, labels, samples that lose all labels), int64 [limits, LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = measured.whole.num_labels
         for row, limit in enumerate(self.limits):
@@ -167,7 +167,8 @@ class EncodeRecords(DatasetPass):
 
 
 def kept_samples(measured: Sequence[MeasuredSample]) -> Sequence[MeasuredSample]:
-    """Return the samples of a record without those that truncation leaves without labels, if another one has some."""
+    """Return the samples of a record without those that truncation leaves without labels; the first if none has
+    labels."""
     return [own for own in measured if own.sample.num_labels] or measured[:1]
 
 
@@ -183,7 +184,8 @@ def tell_special_token(record: Record, position: int, text: str, encoder: Encode
 
 
 def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: Encoder) -> np.ndarray:
-    """Return the counts TAUGHT of the samples of a record, int64 [TAUGHT]."""
+    """Return the counts TAUGHT of the samples of a record, int64 [TAUGHT]: its answers with labels, the tokens that its
+    samples repeat, label tokens of thoughts, calls and texts, and so on."""
     answers = sum(turn.role == "gpt" and turn.learnt for turn in encoder.teaching.chosen(asked_turns(record)))
     proven = answers if isinstance(encoder.template, ChatTemplate) else 0
     wholes = [own.whole.input_ids for own in measured]

@@ -1,6 +1,6 @@
 """Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
 
-Training recognises unchanged files by size and modification time, and does not examine an image again that was once
+Training recognizes unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
 """
 
@@ -57,7 +57,8 @@ class CompareContent:
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
-        """Compare the records of a chunk and their images; the column `changed` says what differs."""
+        """Compare the records of a chunk and their images with the stored checksums. Return the column ROWS: JSON
+        Lines, each {"changed": text that names a record or image and says what differs}."""
         changed: list[str] = []
         digests_now: dict[Path | ImageInContainer, int | str] = {}
         records, images = self.digests

@@ -149,7 +149,7 @@ WORK: list[Callable[[int], None]] = []
 
 
 def begin_worker(parent: int, task: ChunkTask, files: Sequence[Path]) -> None:
-    """Initialise a worker process, so that it computes chunks, ends when the process `parent` ends, and ignores
+    """Initialize a worker process, so that it computes chunks, ends when the process `parent` ends, and ignores
     Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)

@@ -182,6 +182,7 @@ class Window:
         self.text += read.decode("latin-1")
 
     def line_here(self) -> int:
+        """Return the number, from 1, of the line with the next character to read."""
         self.line += self.text.count("\n", self.counted, self.at)
         self.counted = self.at
         return self.line

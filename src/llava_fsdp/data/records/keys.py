@@ -120,7 +120,7 @@ def plain_name(key: str) -> str:
 
 
 def is_thought(key: str, value: Any) -> bool:
-    """Return whether a key of an answer gives its thought, as text."""
+    """Return whether a key has a thought that is read: a text, under one of the names READ_THOUGHTS in any style."""
     return (
         isinstance(value, str)
         and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought
@@ -161,8 +161,8 @@ def says_nothing(value: Any) -> bool:
 
 def held(value: Any) -> Any:
     """Return the value of a key that is not read, or of one that says what is learnt, as it is written into the index:
-    numbers, truth values and short texts as they are, a placeholder for any other value (in a Parquet file also bytes,
-    a date etc.), and None for none."""
+    numbers, truth values and short texts as they are; a placeholder for any other value (in a Parquet file also bytes,
+    a date etc.); and None for a value that says nothing."""
     if says_nothing(value):
         return None
     is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
@@ -170,8 +170,9 @@ def held(value: Any) -> Any:
 
 
 def held_under(key: str, value: Any) -> Any:
-    """Return what `held` does, but for a thought that is no text, whose placeholder is no text, either, and for weights
-    of characters, which are kept."""
+    """Return the value of a key as it is written into the index: what `held` returns, with two exceptions. Weights of
+    characters are kept whole. The placeholder of a thought that is no text is a list, so that it is not taken for a
+    thought."""
     kept = held(value)
     if kept is HELD and plain_name(key) == READ_SPANS and is_span_list(value):
         return value
@@ -189,8 +190,8 @@ def is_span_list(value: Any) -> bool:
 
 
 def read_weights(key: str, value: Any) -> AnswerWeights:
-    """Return the weights that a key, whose value says something, gives the labels of an answer. Raise ValueError if it
-    cannot be obeyed."""
+    """Return the weights that a key gives the labels of an answer, if its value says something. Raise ValueError, with
+    the reason and a cure, if the key cannot be obeyed."""
     meaning, name = meaning_of(key), plain_name(key)
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)
@@ -200,12 +201,14 @@ def read_weights(key: str, value: Any) -> AnswerWeights:
             return full if said else none
         case KeyMeaning.learnt if name in FRACTIONS and (units := weight_of(said)) is not None:
             return AnswerWeights(units)
+        # a `mask` of 0 or 1 is ambiguous
         case KeyMeaning.hidden if isinstance(said, bool) or (is_number and key.lower() != "mask"):
             return none if said else full
         case KeyMeaning.hidden if isinstance(said, str) and said.lower() in ASKING:
             return full
         case KeyMeaning.spans if name == READ_SPANS and (spans := spans_of(value)) is not None:
             return AnswerWeights(spans=spans)
+        # a `label` may also be the name of a class
         case KeyMeaning.verdict if said is True or (key.lower() == "label" and said is not False):
             return full
         case KeyMeaning.verdict if key.lower() == "chosen" and said is not False:
@@ -243,7 +246,8 @@ def spans_of(value: Any) -> tuple[tuple[int, int, int], ...] | None:
 
 
 def count_keys(counts: Counter[str], keys: Mapping[str, int]) -> None:
-    """Add counts of keys to `counts`, which keeps at most MOST_NAMES different keys."""
+    """Add counts of keys to `counts`, which keeps at most MOST_NAMES different keys; further ones are counted together
+    as OTHERS."""
     for key, number in keys.items():
         counts[key if key in counts or len(counts) < MOST_NAMES else OTHERS] += number
 

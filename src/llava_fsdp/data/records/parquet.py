@@ -80,6 +80,7 @@ def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
 
 
 def has_numbers(schema: Any, name: str) -> bool:
+    """Return whether a column contains numbers, or lists of numbers. `schema`: the file's Arrow schema."""
     from pyarrow import types
 
     kind = schema.field(name).type
@@ -151,6 +152,7 @@ def is_list(kind: Any) -> bool:
 
 
 def is_text(kind: Any) -> bool:
+    """Return whether all values of an Arrow type are texts or nulls."""
     from pyarrow import types
 
     own = kind.value_type if types.is_dictionary(kind) else kind
@@ -266,6 +268,7 @@ class ParquetRows:
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
         unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread + self.told
+        # columns that nothing reads: `seen` are looked into row by row, `filled` count for every row
         seen, filled = self.divide_unknown(group, wanted)
         wanted += seen
         left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
@@ -321,9 +324,9 @@ class ParquetRows:
             )
 
     def divide_unknown(self, group: int, wanted: Collection[str]) -> tuple[list[str], list[str]]:
-        """Divide the columns of a row group that nothing reads, and that are not known to be harmless. Return those
-        that are small beside the columns that are read (`wanted`), so that it costs little to see in which rows they
-        have a value; and those larger ones that have any value in the row group."""
+        """Choose what is looked into of a row group's columns that nothing reads, and that are not known to be
+        harmless. Return the names of those that are small beside the columns that are read (`wanted`), so that it costs
+        little to see in which rows they have a value; and of those larger ones that have any value in the row group."""
         chunks = {leaf: self.parquet.footer.chunk(leaf, group) for leaf in self.parquet.footer.leaves}
         sizes = Counter[str]()
         for leaf, chunk in chunks.items():
@@ -425,6 +428,8 @@ def readable_ids(column: Any) -> Any:
 
 
 def id_text(value: bytes, is_uuid: bool) -> str:
+    """Return an id that is given as bytes: a uuid as it is written, printable text as it is, other bytes in
+    hexadecimal."""
     if is_uuid:
         return str(UUID(bytes=value))
     with contextlib.suppress(UnicodeDecodeError):

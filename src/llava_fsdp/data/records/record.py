@@ -86,7 +86,8 @@ class AnswerWeights:
     them have weight 0; the thought, the calls and what ends the answer have weight 1. None: all have weight 1."""
 
     def times(self, other: int) -> "AnswerWeights":
-        """Return the weights multiplied by one in units of 1 / FULL_WEIGHT; rounded up, so that none becomes 0."""
+        """Return the weights multiplied by `other`, in units of 1 / FULL_WEIGHT; rounded up, so that no weight becomes
+        0 unless `other` is 0."""
         return replace(self, whole=product(self.whole, other))
 
 
@@ -115,7 +116,7 @@ class Turn:
     """Weights of an answer's labels; None: all are 1."""
 
     def weighted(self, weights: AnswerWeights) -> "Turn":
-        """Return an answer with these weights of its labels."""
+        """Return this answer with these weights of its labels. With weight 0, it is marked as not learnt."""
         is_full = weights == AnswerWeights()
         return replace(self, learnt=self.learnt and weights.whole > 0, weights=None if is_full else weights)
 
@@ -170,7 +171,7 @@ class Record:
 
     @property
     def with_rejected(self) -> "Record":
-        """The record of a pair with the rejected answer in the place of the chosen one, and no pair itself."""
+        """This pair as an ordinary record, with the rejected answer in place of the chosen one."""
         assert self.rejected is not None
         return replace(self, turns=(*self.turns[:-1], self.rejected), rejected=None)
 
@@ -297,6 +298,7 @@ def parse_text(path: Path | str, index: int, text: bytes, line: int | None = Non
 
 
 def json_cure(text: bytes) -> str:
+    """Return advice for the error message about a record that is not JSON."""
     if text.startswith(BYTE_ORDER_MARK):
         return "it begins with a byte order mark, as files that were put together leave it: take it out"
     if b"\r" in text.strip():
@@ -305,6 +307,7 @@ def json_cure(text: bytes) -> str:
 
 
 def check_bytes(size: int, max_bytes: int, where: str) -> None:
+    """Raise DataError if a record of `size` bytes is larger than `max_bytes`. `where` names it in the message."""
     if size > max_bytes:
         raise DataError(
             f"{where} has {size:,} bytes, over data.max_record_bytes={max_bytes}; make several records of it, or raise "
@@ -350,6 +353,7 @@ def short_key_names_media(key: str) -> bool:
 
 
 def has_media_words(key: str) -> bool:
+    """Return whether a key has a word for media (MEDIA), and none that makes it a fact about media (ABOUT)."""
     words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
     words |= {word.removesuffix("s") for word in words}
     return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)

@@ -40,6 +40,7 @@ class RecordFile:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Record:
+        """Parse the record with this index in the file."""
         text, line = self._records[index]
         raw = parse_text(self.path, index, text, line)
         record = parse_record(self.path, index, raw, line, self.keys, videos=True)

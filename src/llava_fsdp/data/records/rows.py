@@ -165,7 +165,7 @@ class WriteRows:
 
 
 def join_texts(texts: Sequence[Path], target: Path) -> None:
-    """Join files to one file, after which the caller may delete them. If there is one file, it is renamed."""
+    """Join files to the one file `target`, after which the caller may delete them. A single file is renamed."""
     # a Parquet file without row groups has no `texts`, and nothing has made the folder; an empty file is written
     target.parent.mkdir(parents=True, exist_ok=True)
     if len(texts) == 1:

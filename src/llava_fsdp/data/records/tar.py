@@ -67,8 +67,8 @@ class SampleReader:
     """Converts a sample to a record in JSON."""
 
     def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, max_bytes: int):
-        """`max_bytes` is the greatest size of a record. `keys`: names of the members or keys of question, answer and
-        images."""
+        """Note which members of the sample are images. `max_bytes`: greatest size of a record; `keys`: names of the
+        members or keys of question, answer and images."""
         self.file = file
         self.sample = sample
         self.keys = keys
@@ -101,8 +101,8 @@ class SampleReader:
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return one line that is not valid JSON, made from an invalid member `json`. The checks of text files will
-        report it."""
+        """Return one line that is not valid JSON, made from an invalid member `json`. So it is reported where lines are
+        parsed."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)
@@ -111,9 +111,13 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample's record with the locations of its images. The question and the answer are taken from the
-        members that `keys.pair` names, if `raw` lacks them. Members that are not read (other media, unknown ones) get
-        the placeholder HELD."""
+        """Return the sample's record with the locations of its images. Where `raw` lacks the question or the answer,
+        the members that `keys.pair` names have it. Members that are not read (other media, unknown ones) get the
+        placeholder HELD.
+
+        Args:
+            raw: content of the member `json`; empty if there is none.
+        """
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
@@ -136,7 +140,8 @@ class SampleReader:
         return made | {f"media {key}": HELD for key in media} | {f"member {key}": HELD for key in others}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return a record in which each image that is a member is replaced by its location."""
+        """Return a record in which each image that is a member of the sample is replaced by its location. Add the names
+        of all images that the record names to `given`."""
         made = raw | {key: self.put(raw[key]) for key in self.keys.images if key in raw}
         for key in ("conversations", "messages"):
             if isinstance(raw.get(key), list):
@@ -149,14 +154,15 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a message. If it names an image that is a member, the name is replaced by its location."""
+        """Return a part of a message. If it names an image that is a member, the name is replaced by its location. The
+        name is added to `given`."""
         if not isinstance(part, dict):
             return part
         return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
 
     def put(self, value: Any) -> Any:
         """Return the value of a key for images (a path, an object with a path, or a list of these), in which each image
-        that is a member is replaced by its location."""
+        that is a member of the sample is replaced by its location. Add the names in it to `given`."""
         if isinstance(value, list):
             return [self.put(own) for own in value]
         if isinstance(value, dict):
@@ -168,7 +174,8 @@ class SampleReader:
         return value if extension is None else self.location(extension)
 
     def extension_of(self, name: str) -> str | None:
-        """Return the extension of the image that the record means by a name; None if it means no member."""
+        """Return the extension of the member that a record means by the name of an image; None if it is no member. With
+        `is_only`, the sample's only image is meant, whatever the name."""
         if ADDRESS.match(name):
             return None
         return self.images[0] if self.is_only else self.meant.get(name.rpartition("/")[2].lower())

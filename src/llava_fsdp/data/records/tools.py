@@ -39,8 +39,9 @@ def has_no_tools(value: Any) -> bool:
 
 
 def from_json(what: str, value: Any, bad: Bad, needed: str) -> Any:
-    """Return a value that may be given as JSON text. Raise an error of `bad`, which says what is `needed`, if the text
-    is not JSON, repeats a key, has a number that JSON does not know, or is nested too deeply."""
+    """Return a value, parsed if it is JSON text. Raise the error that `bad` makes, which says what is `needed`, if the
+    text is not JSON, repeats a key, has a number that JSON does not know, or is nested too deeply. `what` names the
+    value."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -97,6 +98,8 @@ def read_call(what: str, raw: Any, bad: Bad, is_table: bool = False) -> Call:
     (`name` and `input`). Arguments may be JSON text.
 
     Args:
+        what: name of the call in error messages.
+        bad: makes an error from what is wrong, its value, and what it must be.
         is_table: whether the record is a row of a table, whose objects have the keys of all rows. So the arguments that
             a call does not have cannot be told from those that are null, and must be JSON text.
     """
@@ -129,8 +132,8 @@ def read_id(what: str, value: Any, bad: Bad) -> str:
 
 
 def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple[Call, ...]:
-    """Return the calls in the value of `tool_calls` or `function_call`, or in the text of a speaker of CALLERS: one or
-    a list of them, or JSON text of these."""
+    """Return the calls in a value: a call or a list of calls, or JSON text of these. The value is that of `tool_calls`
+    or `function_call`, or the text of a message that is a call."""
     found = from_json(what, value, bad, "a call or a list of calls, or its JSON text")
     many = found if isinstance(found, list) else [found]
     if not many:
@@ -139,9 +142,9 @@ def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple
 
 
 def joined_calls(turns: Sequence[Turn], bad: Bad, note: Callable[[str], None]) -> list[Turn]:
-    """Put the calls that are turns of their own (as ms-swift and ShareGPT write them) into the answer before them.
-    Neighbouring calls are parallel calls of one answer, with one thought. `note` is told of an answer whose calls have
-    other weights."""
+    """Put the calls that are turns of their own (as ms-swift and ShareGPT write them) into the answer before them;
+    without one, the turn becomes an answer. Neighboring calls are parallel calls of one answer, with one thought. An
+    answer and calls with other weights are reported to `note`."""
     made: list[Turn] = []
     for turn in turns:
         last = made[-1] if made else None
@@ -162,10 +165,11 @@ def joined_calls(turns: Sequence[Turn], bad: Bad, note: Callable[[str], None]) -
 
 def linked_results(turns: Sequence[Turn], refuse: Callable[[int, str], Exception]) -> list[Turn]:
     """Give each call an id if it has none, and each result the call that it answers: the one with its id, else the
-    first of its name, else the next one. A conversation may end before the results of its last calls.
+    first of its name, else the next one. Results must follow their calls directly, but a conversation may end before
+    those of its last calls.
 
     Args:
-        refuse: makes an error about the turn with an index.
+        refuse: makes the error to raise about the turn with an index.
     """
     made: list[Turn] = []
     waiting: list[Call] = []

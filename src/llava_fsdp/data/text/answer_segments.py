@@ -64,7 +64,7 @@ class AnswerWriter:
         """
         check_turns(record)
         own, media = asked_turns(record), media_of(record.images)
-        left_out = len(record.turns) - len(own)
+        left_out = len(record.turns) - len(own)  # a first answer without a question: messages count it
         try:
             asked = self.asked(own, record.tools, media)
         except Unfit as unfit:
@@ -85,8 +85,9 @@ class AnswerWriter:
                 raise self.refused(record, why) from unfit
 
     def asked(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> Asked:
-        """Return a conversation with guarded texts. Raise Unfit if the template shows no tools, or a text has a
-        character that marks a place in texts here."""
+        """Return a conversation as an `Asked`, with guarded texts (see `guard`). Raise Unfit if the template shows no
+        tools, or if a text has one of the characters BREAK and PICTURE. `media`: the kinds of its images and videos
+        (see `media_of`)."""
         if tools and not self.template.features.tools:
             raise Unfit("leaves the tools out")
         said = [[turn.text, turn.thought, [[call.name, call.arguments] for call in turn.calls]] for turn in turns]
@@ -97,6 +98,7 @@ class AnswerWriter:
         )
 
     def refused(self, record: Record, why: str) -> DataError:
+        """Return the error for a record that the template cannot be trained with. `why`: what the template does."""
         return DataError(
             f"{record.where}: the chat template {self.template.path} {why}; take the record out, or set "
             "data.template=chatml or another of LLaVA's",
@@ -111,7 +113,9 @@ class AnswerWriter:
         return self.prompt(asked.prompt(len(turns), {}), asked.messages, media)
 
     def messages(self, turns: Sequence[Turn], media: str) -> list[Message]:
-        """Return the turns as messages with guarded texts."""
+        """Return the turns as messages, with all texts guarded (see `guard`). Images are parts of messages if the
+        template takes them so; otherwise PICTURE stands for each in the texts. `media`: the kinds of images and
+        videos."""
         if self.template.images is not None:
             made = divide(turns, media)
         else:  # images are tags in texts, as the original has them
@@ -129,14 +133,15 @@ class AnswerWriter:
         ]
 
     def with_pictures(self, turn: Turn, has_images: bool) -> Turn:
-        """Return a turn, as one text, with PICTURE in the place of each image tag."""
+        """Return a turn, as one text, with the character PICTURE in the place of each image tag."""
         if not has_images or turn.role not in READS_IMAGES:
             return replace(turn, parts=None)
         text = image_first(turn.text, has_images) if turn.role == "human" else turn.text
         return replace(turn, text=text.replace(IMAGE_TAG, PICTURE), parts=None)
 
     def guard(self, text: str) -> str:
-        """Return a text with BREAK in everything that could be taken for what the template writes."""
+        """Return a text of a record with BREAK in each special token and placeholder in it, so that it is not taken for
+        one that the template writes. With `special_tokens=parse`, special tokens stay as they are."""
         special = [] if self.special_tokens is SpecialTokens.parse else self.template.tokenizer.find_special(text)
         if self.template.images is not None:
             named = re.compile("|".join(map(re.escape, self.template.placeholders.values())))
@@ -144,8 +149,14 @@ class AnswerWriter:
         return guard(text, special) if special else text
 
     def answer(self, target: Target, turn: Turn) -> list[Segment]:
-        """Return the segments of an answer behind its prompt. `turn`: the answer, as the record has it."""
+        """Return the segments of an answer behind its prompt.
+
+        Args:
+            target: what the model must generate, as the template writes it.
+            turn: the answer, as the record has it; its weights become those of the segments.
+        """
         teaching, text = self.teaching, target.text
+        # whether the thought, which may be empty, is only read and has no labels
         is_read_alone = (teaching.thoughts is Thoughts.context and target.has_thought) or (
             teaching.empty_thoughts is EmptyThoughts.context and target.has_empty_thought
         )
@@ -165,7 +176,13 @@ class AnswerWriter:
         return answer
 
     def prompt(self, text: str, messages: Sequence[Message], media: str) -> list[Segment]:
-        """Return the segments of a prompt. Raise Unfit if it has not all images of its messages."""
+        """Return the segments of a prompt. Raise Unfit if it has not all images of its messages.
+
+        Args:
+            text: the prompt as the template writes it, with BREAK in guarded texts.
+            messages: the messages before the answer.
+            media: the kinds of the conversation's images and videos (see `media_of`).
+        """
         form = self.template
         kinds = {PICTURE: IMAGE} if form.images is None else {own: kind for kind, own in form.placeholders.items()}
         numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
@@ -207,6 +224,7 @@ def ask_segments(
 
 
 def count_images(messages: Sequence[Message]) -> int:
+    """Return the number of images and videos in messages: parts of their kinds, and PICTURE in texts."""
     return sum(len(own.kinds) - own.kinds.count(TEXT) + sum(text.count(PICTURE) for text in own.texts)
                for own in messages)  # fmt: skip
 

@@ -57,9 +57,11 @@ class Segment:
 
 
 def weighted(segment: Segment, turn: Turn, begin: int | None = None, hidden: str = "") -> list[Segment]:
-    """Return a part of an answer with its weight, in pieces if its characters have different ones.
+    """Return a part of an answer with the weight of its labels; in several pieces if its characters have different
+    weights.
 
     Args:
+        segment: the part, as the conversation template writes it.
         turn: the answer, as the record has it.
         begin: index in the answer's text of the segment's first character; None: the segment is no part of this text.
         hidden: characters of the segment that are not in the answer's text.
@@ -150,7 +152,8 @@ def prompt(
 
 
 def write_system(turn: Turn | None, form: Template) -> list[Segment]:
-    """Return the text of the system turn or, without one, that of the template."""
+    """Return the text before the first question: that of the system turn with the template's text around it or, without
+    such a turn or with the template for captions, the template's own system text."""
     if turn is None or form.image_only:
         return [Segment(form.system, False)]
     before, after = form.around_system
@@ -201,7 +204,7 @@ def own_prompt(
         if piece.image is not None:
             add_image(piece.image)
         elif piece.turn is not None and turns[piece.turn].role == "human" and media and form.images is None:
-            for place, text in enumerate(piece.text.split(IMAGE_TAG)):
+            for place, text in enumerate(piece.text.split(IMAGE_TAG)):  # images are tags in the text of a question
                 if place:
                     add_image(next(numbers))
                 segments.append(Segment(text, False, from_record=True))
@@ -216,15 +219,14 @@ def own_prompt(
 
 
 def without_bos(segments: list[Segment], form: ChatTemplate) -> list[Segment]:
-    """Return the segments of a text without the BOS token at its beginning, if that is added to the tokens of the
-    text."""
+    """Return the segments without the BOS token at the beginning of their text, if it is added later to the tokens."""
     if not form.adds_bos:
         return segments
     return [replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"])), *segments[1:]]
 
 
 def image_order(segments: Sequence[Segment], count: int) -> list[int]:
-    """Return the indices of the `count` images and videos in the order in which they stand in the text."""
+    """Return the indices of the record's `count` images and videos in the order in which they stand in the text."""
     order = [segment.image for segment in segments if segment.image is not None]
     return order or list(range(count))
 

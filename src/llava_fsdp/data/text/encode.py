@@ -62,7 +62,7 @@ class AnswerEncoder(ABC):
 
     @abstractmethod
     def answer(self, answer: AnswerSegments, record: Record, longest: int) -> Sample:
-        """Encode one answer of a record with its prompt, likewise."""
+        """Encode one answer of a record with its prompt, without truncation. `longest` is as in `whole`."""
 
     @property
     @abstractmethod
@@ -74,7 +74,8 @@ class AnswerEncoder(ABC):
         earlier turns in another way once others follow. A pair is one sample, with both answers in it.
 
         Args:
-            longest: number of tokens of each sample that are right at least; see `whole`.
+            longest: at least so many tokens at the beginning of each sample are right, though very long texts are
+                shortened.
             turns: indices of the first and the last answer of the sample that is to be encoded; None: all.
 
         Raises:
@@ -86,6 +87,7 @@ class AnswerEncoder(ABC):
         if not isinstance(form, ChatTemplate):
             return [self.whole(self.teaching.record(record, None), longest)]
         record = self.teaching.record(record, form.features)
+        # the short way, for most records: the whole conversation is one sample
         if turns is None and is_plain(record) and not self.teaching.hides_empty(form):
             try:
                 sample = self.whole(record, longest)
@@ -102,8 +104,8 @@ class AnswerEncoder(ABC):
         return found
 
     def pair(self, record: Record, longest: int) -> Sample:
-        """Encode the prompt of a pair with each of its answers, without truncation. Raise DataError if the record is
-        invalid, or if both answers have the same tokens."""
+        """Encode a record with a chosen and a rejected answer: its prompt with each of them, without truncation. Raise
+        DataError if the record is invalid, if both answers have the same tokens, or if they have weights."""
         (chosen,), (rejected,) = (
             self.samples(own, longest) for own in (without_rejected(record), record.with_rejected)
         )
@@ -124,9 +126,9 @@ class AnswerEncoder(ABC):
         return truncate(whole, self.max_length)
 
     def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample | None:
-        """Encode a record, or its sample with the answers from one turn to another (`Sample.turns`). Return None if it
-        is skipped because it is too long (`data.too_long=skip`). Raise DataError if the record is invalid, or is too
-        long with `data.too_long=fail`."""
+        """Encode a record as one sample or, with `turns`, the one of its samples whose first and last answer are at
+        these indices (`Sample.turns`). Return None if it is skipped because it is too long (`data.too_long=skip`).
+        Raise DataError if the record is invalid, or is too long with `data.too_long=fail`."""
         whole = self.samples(record, self.max_length, turns)[0]
         if whole.longest <= self.max_length:
             return whole
@@ -139,9 +141,9 @@ class AnswerEncoder(ABC):
         return None if self.too_long is TooLong.skip else self.cut(record, whole)
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
-        """Encode each sample of a record as in training, without truncation, and truncated to each of several lengths
-        that it exceeds. Raise DataError if the record is invalid. What is much longer than all of these lengths is
-        shortened also without truncation."""
+        """Encode each sample of a record as in training, without truncation, and truncated to each of the lengths
+        `limits` that it exceeds. Raise DataError if the record is invalid. If a text is much longer than all of these
+        lengths, even the sample without truncation has only its beginning."""
         found = []
         for whole in self.samples(record, max(*limits, self.max_length)):
             length = whole.longest
@@ -152,8 +154,8 @@ class AnswerEncoder(ABC):
         return found
 
     def shortened(self, segments: list[Segment], longest: int) -> list[Segment]:
-        """Return segments of which texts of more than LONG characters keep only their beginning, if this alone has more
-        than `longest` tokens."""
+        """Return segments with each text of more than LONG characters cut to its beginning, if this beginning alone has
+        more than `longest` tokens. It saves the time of tokenizing the rest."""
         special = None if self.special_tokens is SpecialTokens.parse else []
         return [
             replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own
@@ -178,6 +180,8 @@ class ExactEncoder(AnswerEncoder):
 
     @property
     def fingerprint(self) -> str:
+        """Text that changes with all settings that affect the token ids and labels, except the order of vision
+        features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value} {self.teaching}"
         form += " prompt_once" * self.prompt_once
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
@@ -231,8 +235,9 @@ def without_rejected(record: Record) -> Record:
 
 
 def shared_tokens(chosen: Sample, rejected: Sample) -> int:
-    """Return how many tokens at the beginning of both samples of a pair a row needs only once: those of the prompt
-    without its last one, which predicts the first token of each answer. 0 if an image of the prompt is not in them."""
+    """Return how many tokens at the beginning of both samples of a pair a row needs only once: the tokens of the prompt
+    without its last one, which predicts the first token of each answer. 0 if they do not have all images of the
+    prompt."""
     labels = [place for own in (chosen, rejected) for place in np.flatnonzero(own.labels != IGNORE)[:1].tolist()]
     end = min([*(place - 1 for place in labels), common_length(chosen.input_ids, rejected.input_ids)])
     return max(0, end) if all(last <= end for _, last in chosen.image_spans) else 0
@@ -251,8 +256,9 @@ def is_plain(record: Record) -> bool:
 
 
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
-    """Return the beginning of a text that has more than `longest` tokens; the whole text if it is not known to have
-    more. `special`: ranges of characters that are special tokens; None: all special tokens in the text are read."""
+    """Return a beginning of the text that surely has more than `longest` tokens, so that the rest need not be
+    tokenized; the whole text if no such beginning is found. `special`: ranges of characters that are special tokens;
+    None: all special tokens in the text are read."""
     size = max(LONG, LEAST_CHARACTERS * (longest + MARGIN))
     while size < len(text):
         if len(tokenizer.encode(text[:size], special)) > longest + MARGIN:
@@ -262,8 +268,8 @@ def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, lo
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
-    image. Both samples of a pair are truncated, to count what it would lose: no pair is trained on so."""
+    """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this image.
+    The samples of a pair are both truncated, only to count what would be lost: truncated pairs are not trained on."""
     if sample.rejected is not None:
         chosen, rejected = (truncate(part, max_length) for part in sample.answers)
         cuts = chosen.positions_cut + rejected.positions_cut, chosen.labels_cut + rejected.labels_cut
@@ -312,13 +318,14 @@ class OriginalEncoder:
 
     @property
     def fingerprint(self) -> str:
+        """Text that changes with all settings that affect the token ids and labels."""
         own = self.own
         form = f"{own.form} {own.pad_id} {own.start_end} {self.teaching.weights.value}"
         return f"llava_v1_5 {own.tokenizer.fingerprint} {form} {own.max_length}"
 
     def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample:
-        """Encode a record, which always is one sample, as LLaVA's dataset, collator and model do (LLaVA
-        train.py:743-773, llava_arch.py:226-279)."""
+        """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279). It
+        is always one sample, so `turns` is not used."""
         made = encode_like_original(self.teaching.weighted(record), self.own)
         # LLaVA drops padding after collation, and with it text tokens that have the id of padding
         kept = made.ids[: self.own.max_length] != self.own.pad_id
@@ -336,8 +343,8 @@ class OriginalEncoder:
         return Sample(ids[:cut], labels[:cut], images, tuple(rows), positions_cut=beyond, labels_cut=lost)
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
-        """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
-        Raise DataError if LLaVA would fail at it."""
+        """Encode a record as in training, without truncation, and truncated to each of the lengths `limits` that it
+        exceeds. Raise DataError if LLaVA would fail at it."""
         check_like_original(self.teaching.weighted(record), self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample

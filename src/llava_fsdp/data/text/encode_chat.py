@@ -62,7 +62,11 @@ def encode_chat(
     adds_bos: bool,
     known: dict[str, list[int]] | None = None,
 ) -> ChatIds:
-    """Return the token ids and labels of a conversation.
+    """Tokenize a conversation that a model's own chat template has written, and label its answers.
+
+    The whole text is tokenized at once. An answer gets labels if the prompt before it has the same tokens when it is
+    tokenized alone, as a server does. Otherwise the last answer is tokenized apart from its prompt, and an earlier one
+    gets no labels.
 
     Args:
         image_lengths: number of tokens of each image, in the order of the record; each gets so many IMAGE_ID. None: the
@@ -72,7 +76,7 @@ def encode_chat(
         known: cache {text of the end of a prompt: its token ids}, for all conversations of one template and tokenizer.
             This function adds to it.
     """
-    has_places = image_lengths is not None
+    has_places = image_lengths is not None  # then images have no tokens in `chat`; they are inserted at the end
     chat = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known, has_places)
     ids, ends = chat.ids, chat.ends
     places = [bisect.bisect_right(ends, begin) for begin, _ in chat.images]
@@ -84,7 +88,7 @@ def encode_chat(
     spans = [chat.tokens_in(begin, end) for begin, end in chat.images]
     for number, (begin, end) in enumerate(chat.targets):
         first, prompt = chat.prompt_end(begin)
-        after = chat.first_from(end)
+        after = chat.first_from(end)  # the first token behind the answer
         prompt_length = first + len(prompt)
         if ids[first:prompt_length] == prompt:
             marked[prompt_length:after] = True
@@ -145,7 +149,7 @@ def encode_chat(
 
 def character_weights(segments: Sequence[Segment], texts: Sequence[str]) -> np.ndarray | None:
     """Return the weight of each character of the joined texts of segments, in units of 1 / FULL_WEIGHT, int32
-    [characters]; 0 for those that are not supervised. None: all that are have weight 1."""
+    [characters]; 0 for a character without a label. Return None if all weights are 1."""
     if all(own.weight == FULL_WEIGHT for own in segments):
         return None
     own = np.array([own.weight if own.supervised else 0 for own in segments], dtype=np.int32)
@@ -157,7 +161,8 @@ def token_weights(begins: Sequence[int], ends: Sequence[int], weights: np.ndarra
     characters counts as if it had the next one.
 
     Args:
-        begins: the index of each token's first character; `ends` likewise of the character behind its last.
+        begins: index of each token's first character in the text.
+        ends: index of the character behind each token's last one.
         weights: weight of each character of the text, int32.
     """
     begin = np.minimum(np.array(begins, dtype=np.int64), len(weights) - 1)
@@ -177,8 +182,12 @@ class TokenizedChat:
         known: dict[str, list[int]],
         has_places: bool = True,
     ):
-        """Tokenize the text. `known`: cache {text of the end of a prompt: its token ids}, to which `prompt_end` adds.
-        With `has_places`, PLACE stands for each image; otherwise the segment's own text."""
+        """Join the texts of the segments, tokenize them together, and note where images, answers and thoughts are.
+
+        Args:
+            known: cache {text of the end of a prompt: its token ids}, to which `prompt_end` adds.
+            has_places: whether PLACE stands for each image, which then has no tokens; else the segment's own text does.
+        """
         texts = [PLACE if has_places and segment.image is not None else segment.text for segment in segments]
         starts = [0, *itertools.accumulate(map(len, texts))]
         self.tokenizer = tokenizer
@@ -221,7 +230,9 @@ class TokenizedChat:
         self.ends = [token.end for token in tokens]
 
     def find_special(self, segments: Sequence[Segment], texts: Sequence[str], parses: bool) -> list[Stretch]:
-        """Return the ranges of special tokens: with `parses`, all; else those of the template alone."""
+        """Return the ranges of characters, in the whole text, that are read as special tokens: with `parses`, all
+        special tokens; else only those in the template's own text, not those in texts of the record. `texts`: text of
+        each segment."""
         if parses:
             return self.tokenizer.find_special(self.text)
         found: list[Stretch] = []
@@ -238,8 +249,8 @@ class TokenizedChat:
         return any(a <= begin + token.begin and begin + token.end <= b for a, b in self.context)
 
     def kinds_of(self, begins: Sequence[int]) -> np.ndarray | None:
-        """Return which part of an answer the tokens are that begin at some characters, int8 [tokens]; None if no
-        segment tells."""
+        """Return the `AnswerPart` of each token, int8 [tokens], given the index of each token's first character; None
+        if no segment is marked as a part of an answer."""
         if not any(kind for _, kind in self.kinds):
             return None
         firsts, kinds = zip(*self.kinds, strict=True)
@@ -257,9 +268,10 @@ class TokenizedChat:
         return bisect.bisect_left(self.begins, place)
 
     def prompt_end(self, end: int) -> tuple[int, list[int]]:
-        """Tokenize the end of a prompt of `end` characters without the text that follows it: from the prompt's last
-        special token or image on. Return the index of the token of the whole conversation at which this end begins, and
-        the end's token ids. What precedes a special token or an image is tokenized independently of what follows it."""
+        """Tokenize the end of a prompt without the answer that follows it. The prompt is the first `end` characters of
+        the conversation. Its end begins with its last special token or image, because the tokens before this do not
+        depend on what follows. Return the index, among the tokens of the whole conversation, of the first token of the
+        prompt's end, and the token ids of this end."""
         anchors = [begin for begin, last in self.special if last <= end]
         begin = anchors[-1] if anchors else 0
         first = bisect.bisect_right(self.ends, begin) if anchors else 0
@@ -267,6 +279,7 @@ class TokenizedChat:
         if text in self.known:
             return first, self.known[text]
         ids = self.tokenizer.ids_of(text, self.special_in(begin, end)) if text else []
+        # an end without text of the record comes again with the next records, so its ids are remembered
         is_template = not any(begin < b and a < end for a, b in self.records)
         if is_template and len(self.known) < PROMPT_ENDS:
             self.known[text] = ids

@@ -34,14 +34,16 @@ def join_samples(answers: Iterable[tuple[int, Sample]], tokenizer: Tokenizer) ->
 
 
 def continued(before: Sample, new: Sample, tokenizer: Tokenizer) -> Sample | None:
-    """Return a sample with the labels of two; None if the prompt of the second does not begin with the first. The token
-    that ends an answer may be another one in the prompt (GPT-OSS): then the label differs from the token, which the
-    model must generate though it does not read it later."""
+    """Join an answer (`new`) to the sample before it, if its prompt begins with the tokens of that sample; otherwise
+    return None. The result has the tokens of `new` and the labels of both. The token that ends an answer may be another
+    one in later prompts (GPT-OSS): then the label keeps the one that the model must generate, and the tokens have the
+    other one."""
     length = len(before.input_ids)
     if length > new.prompt:
         return None
     is_same = before.input_ids == new.input_ids[:length]
     ends = int(before.input_ids[-1]), int(new.input_ids[length - 1])
+    # only the last tokens differ, and are special tokens
     is_swapped = is_same[:-1].all() and before.labels[-1] != IGNORE and None not in map(tokenizer.name, ends)
     if not (is_same.all() or is_swapped):
         return None

@@ -158,7 +158,7 @@ def encode_markers(turns: list[Turn], has_image: bool, settings: Original) -> To
     at = lengths[0]
     labels[:at] = IGNORE
     for turn, length in zip(turns, lengths[1:], strict=True):
-        # as in LLaVA, a capitalised role (Human) is not masked, and the first two tokens of a question are not
+        # as in LLaVA, a capitalized role (Human) is not masked, and the first two tokens of a question are not
         if turn.role == "human":
             labels[at + 2 : at + length] = IGNORE
         at += length

@@ -76,12 +76,14 @@ class Sample:
 
     @property
     def answers(self) -> "list[Sample]":
-        """This sample; of a pair, the whole one with the chosen and the whole one with the rejected answer."""
+        """Return this sample; if it is a pair, its two samples instead: the whole prompt with the chosen answer, and
+        the whole prompt with the rejected one."""
         return [self] if self.rejected is None else [replace(self, rejected=None, shared=0), self.rejected]
 
     @property
     def parts(self) -> "list[Sample]":
-        """What is put into a row: `answers`, the second one without the tokens that it shares with the first."""
+        """Return what is put into a row of a batch: `answers`. The rejected answer of a pair loses the beginning that
+        it shares with the chosen one (`shared`)."""
         first, *others = self.answers
         return [first, *(other.without_beginning(self.shared) for other in others)]
 
@@ -102,7 +104,8 @@ class Sample:
 
     @property
     def image_spans(self) -> list[Stretch]:
-        """For each image, the range of tokens that must not be split: its own tokens, and those that come with them."""
+        """For each image, the range [begin, end) of tokens that truncation must not split: its own tokens, and those
+        that its processor puts around them."""
         if self.processor_text is not None:
             return list(self.processor_text.image_spans)
         ends = np.cumsum([len(rows) for rows in self.image_rows], dtype=np.int64)
@@ -117,13 +120,14 @@ class Sample:
 
     @property
     def weight(self) -> int:
-        """Sum of the weights of these labels, in units of 1 / FULL_WEIGHT."""
+        """Sum of the weights of the labels that `num_labels` counts, in units of 1 / FULL_WEIGHT."""
         if self.weights is None:
             return self.num_labels * FULL_WEIGHT
         return int(self.weights[1:][self.labels[1:] != IGNORE].sum(dtype=np.int64))
 
     def without_beginning(self, count: int) -> "Sample":
-        """Return this sample without its first `count` tokens, which have all images; itself if it is 0."""
+        """Return the rest of this sample behind its first `count` tokens. The caller makes sure that all images are in
+        these, so that the rest has none."""
         if not count:
             return self
         text = self.processor_text

@@ -41,7 +41,7 @@ class Teaching:
 
     @classmethod
     def of_text(cls, text: str | None) -> "Teaching | None":
-        """Undo `str`; None for a text that it did not write."""
+        """Parse a text that `str` of these settings has written; None for any other text."""
         try:
             thoughts, empty, history, answers, *weights = (text or "").split(" ")
             taught = LabelWeights(weights[0]) if weights else LabelWeights.use  # older runs wrote no weights
@@ -55,7 +55,8 @@ class Teaching:
         return self.thoughts in (Thoughts.train, Thoughts.context)
 
     def asking(self, form: ChatTemplate) -> ChatTemplate:
-        """Return a chat template with which a model that was taught so is asked: to think, if it learnt thoughts."""
+        """Return the chat template with which a model that was trained with these settings is asked for answers. If it
+        learned thoughts, or answers after thoughts, the template's switch for thoughts is on."""
         made, switch = self.template(form), form.features.switch
         if not self.thinks or switch is None:
             return made
@@ -66,8 +67,9 @@ class Teaching:
         return " ".join(each.value for each in own)
 
     def template(self, form: ChatTemplate) -> ChatTemplate:
-        """Return a chat template that writes all conversations as these settings say: without thoughts, unless an
-        answer has one, and with the thoughts of earlier turns. Raise ConfigError if it has no variable for that."""
+        """Return the chat template `form` with the variables that these settings need. With `empty_thoughts=context`,
+        its switch for thoughts is off, unless an answer has one. With `history=keep`, its prompts keep the thoughts of
+        earlier turns. Raise ConfigError if it has no variable for the latter, or cannot be trained with."""
         try:
             features = form.features
         except Unfit as unfit:
@@ -82,22 +84,23 @@ class Teaching:
                     "earlier turns in its prompts; set data.history=template"
                 )
             own[features.keeps[0]] = features.keeps[1]
+        # the caches (layouts, prompt_ends) are emptied, because other variables give other texts
         return replace(form, variables=form.variables | own, known=features, layouts={}, prompt_ends={})
 
     def hides_empty(self, form: ChatTemplate) -> bool:
-        """Return whether a template writes an empty thought before an answer, which is not to be learnt."""
+        """Return whether the template writes an empty thought before answers without one, and it must get no labels."""
         return self.empty_thoughts is EmptyThoughts.context and form.writes_empty_thought
 
     def chosen(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-        """Return turns of which those answers are learnt that `data.answers` names, with the weights of the record, or
-        with weight 1 if `data.weights=ignore`."""
+        """Return the turns with `learnt` set as `data.answers` says: all answers that the record lets learn, or the
+        last alone. With `data.weights=ignore`, the record's own marks and weights are dropped first."""
         if self.weights is LabelWeights.ignore:
             turns = tuple(replace(turn, learnt=True, weights=None) for turn in turns)
         return last_learnt(turns) if self.answers is Answers.last else turns
 
     def weighted(self, record: Record) -> Record:
-        """Return a record with its answers as `chosen` returns them. Raise DataError if it gives a weight that cannot
-        be obeyed."""
+        """Return a record whose answers are learnt and weighted as `chosen` says. Raise DataError if the record has a
+        weight that cannot be obeyed, unless weights are ignored."""
         if self.weights is LabelWeights.use and record.weights_not_obeyed is not None:
             raise DataError(f"{record.where}: {record.weights_not_obeyed}", Kind.key_not_obeyed)
         if self.weights is LabelWeights.use and self.answers is Answers.all:
@@ -105,14 +108,14 @@ class Teaching:
         return replace(record, turns=self.chosen(record.turns))
 
     def record(self, record: Record, features: Features | None) -> Record:
-        """Return a record with the thoughts of its answers apart from their texts, or without them, and with the
-        answers not to be learnt marked.
+        """Apply these settings to a record: mark the answers that get no labels, and move the thought in an answer's
+        text to `Turn.thought`, or drop it.
 
         Args:
             features: those of the model's chat template; None: one of LLaVA's templates, which know no thoughts.
 
         Raises:
-            DataError: a thought is refused by `data.thoughts`, or is not one; or a weight cannot be obeyed.
+            DataError: a thought is refused by `data.thoughts`, or is not well-formed; or a weight cannot be obeyed.
         """
         record = self.weighted(record)
         if not any(has_thought(turn) for turn in record.turns):
@@ -124,7 +127,14 @@ class Teaching:
         return replace(record, turns=turns)
 
     def answer(self, turn: Turn, number: int, record: Record, features: Features | None) -> Turn:
-        """Do what `record` does for one answer that has a thought, or one of TAGS in its text."""
+        """Return an answer whose thought is moved from its text to `Turn.thought`, or dropped, as `data.thoughts` says.
+        An empty thought is dropped. Raise DataError if the thought is refused or not well-formed.
+
+        Args:
+            turn: an answer that has a thought, or one of TAGS (such as `<think>`) in its text.
+            number: index of the turn, for messages.
+            features: those of the model's chat template; None: one of LLaVA's templates, which know no thoughts.
+        """
         where = f"{record.where}: turn {number}"
         is_in_text = turn.thought is None
         knows = features is not None and features.thoughts
@@ -138,6 +148,7 @@ class Teaching:
                 Kind.key_not_obeyed,
             )
         is_empty = not (own.thought or "").strip()
+        # an empty answer with an empty thought under a key of its own is like an empty answer without thought
         if not own.text.strip() and not own.calls and not (is_empty and own is turn):
             raise DataError(f"{where} has a thought and no answer; take the record out", Kind.empty_answer)
         if is_empty:
@@ -163,8 +174,8 @@ def has_thought(turn: Turn) -> bool:
 
 
 def apart(turn: Turn, where: str) -> Turn:
-    """Return an answer with the thought apart with which its text begins. Raise DataError if a thought stands elsewhere
-    in it, or has no end, or the answer has another thought."""
+    """Move the thought with which an answer's text begins from the text to `Turn.thought`. Raise DataError if a thought
+    stands elsewhere in the text, or has no end, or differs from the one that the record has under a key of its own."""
     for pattern in THOUGHT_IN_TEXT:
         found = pattern.fullmatch(turn.text)
         if found is None or any(tag in found["text"] or tag in found["thought"] for tag in TAGS):
@@ -186,7 +197,7 @@ def apart(turn: Turn, where: str) -> Turn:
 
 
 def last_learnt(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return turns of which the last answer alone is learnt, if it was."""
+    """Return the turns with all answers but the last marked as not learnt. The last one keeps its mark."""
     last = max((number for number, turn in enumerate(turns) if turn.role == "gpt"), default=-1)
     return tuple(
         replace(turn, learnt=False) if turn.role == "gpt" and number != last else turn

@@ -134,7 +134,7 @@ def markers(system: str, image: str = IMAGE_TAG) -> Template:
 
 
 def mpt(system: str) -> Template:
-    """Return the template in the style MPT with a system text."""
+    """Return a template in the style MPT with this system text."""
     return Template(
         Style.MPT,
         MPT_SYSTEM + system,

@@ -68,6 +68,7 @@ def look_again(plan: Plan, cfg: Config, records: Records, watch: Watch, since: s
 
 
 def write_report_or_warn(records: Records, cfg: Config, plan: Plan) -> None:
+    """Write the dataset's report. If that is not possible, log a warning."""
     try:
         write_report(records, cfg, (plan.encoder, plan.reader), cfg.data.index_folder)
     except OSError as error:

@@ -20,10 +20,19 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Add files to the folder `staged` with the joined columns of the first pass: first_picture (int64 [records + 1],
-    the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the array of
-    all paths) and the list of duplicate ids. Return, for each data source, how many of its records have each key that
-    is not read."""
+    """Complete the columns of the first pass, which `join` has put into the folder `staged`: find records with the same
+    id as an earlier one of their data source, and index the images by record.
+
+    It adds the columns first_picture (int64 [records + 1], the index of each record's first image) and name_end (int64
+    [images + 1], the end of each image's path in the array of all paths), and a file with the duplicate ids, whose
+    records get a bit in the column `flags`.
+
+    Args:
+        chunks: files with the results of the pass.
+
+    Returns:
+        {UNREAD: for each data source, how many of its records have each key that is not read}.
+    """
     for name, counts in (("first_picture", "pictures"), ("name_end", NAME_SIZE)):
         sums = running_sum(column(chunk, counts) for chunk in chunks)
         write_column(staged / f"{name}.npy", sums, np.dtype(np.int64))

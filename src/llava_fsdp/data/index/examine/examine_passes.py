@@ -54,6 +54,7 @@ class Findings:
     """Collects the problems of the records of one chunk."""
 
     def __init__(self, numbers: range, first: int):
+        """Begin without problems. `numbers`: those of the chunk's records, counted in the whole dataset."""
         self.numbers = numbers
         self.first = first
         """Number of the first record in the file of records to which the chunk belongs."""
@@ -67,6 +68,7 @@ class Findings:
         at, identity = number - self.numbers.start, identity and identity[:LONGEST_ID]
 
         def tell(kind: str, reason: str) -> None:
+            """Add a problem of the record, unless it has one of this kind already."""
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
                 row = {"record": number - self.first, "id": identity, "kind": str(kind), "reason": shown_name(reason)}
@@ -81,7 +83,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Return the result of `make`. If it raises a DataError with a kind, tell that, and return None."""
+    """Return the result of `make`. If it raises a DataError with a kind, report this problem to `tell`, and return
+    None."""
     try:
         return make()
     except DataError as error:
@@ -143,7 +146,8 @@ class DatasetPass(ABC):
         return self.of(self.chunks[chunk])
 
     def of(self, numbers: range) -> Columns:
-        """Examine consecutive records of one file; see `Columns`."""
+        """Examine consecutive records of one file. Return the columns of the pass, and those with the records'
+        problems."""
         found = Findings(numbers, self.store.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
@@ -175,7 +179,8 @@ class ReadRecords(DatasetPass):
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Read records and return what the later passes and statistics need of them."""
+        """Parse the records with these numbers. Return the columns that the later passes and the statistics need (see
+        the class); `found` gets the records' problems."""
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
         names: list[bytes] = []
@@ -273,16 +278,19 @@ class ExaminePictures(DatasetPass):
 
     @cached_property
     def real_folders(self) -> dict[str, str]:
+        """{local folder of images: its path without links}."""
         folders = {part.file.images for part in self.store.parts}
         return {folder: os.path.realpath(folder) for folder in folders if folder is not None and not is_remote(folder)}
 
     @cached_property
     def sample(self) -> ImageSample:
+        """The images that are decoded with `how=sample`, drawn from all images of the dataset."""
         ends = ends_of(self.names.first, [part.first for part in self.store.parts])
         return ImageSample(ends, self.sample_size)
 
     def key_of(self, numbers: range) -> str:
-        """Add which images are decoded if they are a sample, because that depends on the whole dataset."""
+        """Return a text that changes with all data on which the results for a chunk depend. With `how=sample`, these
+        include which of its images are decoded, because the sample is drawn from the whole dataset."""
         key = super().key_of(numbers)
         if self.how is not Examine.sample:
             return key
@@ -294,7 +302,9 @@ class ExaminePictures(DatasetPass):
         return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Return sizes and checksums of the images of some records, one row for each image."""
+        """Examine the images of some records. Return columns with sizes and checksums, one value for each image;
+        `found` gets the problems. Sizes that the records give (`sized_by_records`) are filled in first; then the images
+        that are to be opened are examined, each file once."""
         begin, end = self.rows_of(numbers)
         kinds = {"width": np.int32, "height": np.int32, "stored_height": np.int32, "digest": np.uint64}
         if self.sampling is not None:
@@ -390,7 +400,7 @@ class ExaminePictures(DatasetPass):
             full: whether to decode it.
             file: the image, if it is embedded in the record or its file; None: `name` is a path in `folder`.
         """
-        if file is None and folder is None:
+        if file is None and folder is None:  # the first pass has reported that data.images is not set
             return ImageFacts(0, 0, 0)
         try:
             file = image_in(open_folder(str(folder), self.store.data_files), name) if file is None else file
@@ -448,6 +458,8 @@ class PictureSizes:
     """Reads the sizes of the images of records from the index."""
 
     def __init__(self, records: Path, pictures: Path):
+        """Open the columns with sizes. `records`, `pictures`: folders of the columns of ReadRecords and
+        ExaminePictures."""
         self.first = open_column(records, "first_picture")
         names = ("width", "height", "stored_height")
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)

@@ -37,8 +37,8 @@ def draw_examples(records: Records, encoder: Encoder, reader: ImageSource) -> li
 
 
 def draw_numbers(counts: list[int], most_records: int) -> list[int]:
-    """Draw at most `most_records` records at random, in about equal numbers from each data source, of which `counts`
-    are the numbers of records. Return their numbers, sorted."""
+    """Draw at most `most_records` samples at random, in about equal numbers from each data source. `counts`: number of
+    samples of each source. Return the numbers of the drawn samples in the dataset, sorted."""
     dice = random.Random(SEED)
     sources = [source for source, count in enumerate(counts) if count]
     dice.shuffle(sources)  # with more sources than records to draw, any of them may be left out
@@ -53,7 +53,8 @@ def draw_numbers(counts: list[int], most_records: int) -> list[int]:
 
 
 def make_example(records: Records, number: int, encoder: Encoder, reader: ImageSource) -> Example:
-    """Encode a record as training does, and return the parts of it that the page shows."""
+    """Encode the sample with this number as training does, and return the parts of it that the page shows, or the
+    error."""
     store, index_number = records.index.store, records.number_in_index(number)
     file, index = store.locate(index_number)
     example = Example(file.name, file.path, store.line(index_number), index, store.id_of(index_number))
@@ -137,7 +138,8 @@ class Roles:
     run of tokens with labels, so that the number of runs before a token tells its role."""
 
     def __init__(self, record: Record, sample: Sample, counts_in_loss: np.ndarray, encoder: Encoder):
-        """`counts_in_loss`: whether each token has a label that counts in the loss, bool [tokens]."""
+        """Find the runs of tokens with labels, and whether they tell the roles. `counts_in_loss`: whether each token
+        has a label that counts in the loss, bool [tokens]."""
         turns = asked_turns(record)
         # the first token of each run with labels
         self.starts = np.flatnonzero(counts_in_loss[1:] & ~counts_in_loss[:-1]) + 1

@@ -41,7 +41,8 @@ class ImageSample:
 
     @cached_property
     def decoded(self) -> np.ndarray:
-        """All that are decoded: those drawn at random, and EACH_FILE of each file of records; int64, ascending."""
+        """Numbers of all images that are decoded: those drawn at random, and EACH_FILE of each file of records; int64,
+        ascending."""
         begins = (0, *self.ends[:-1])
         pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
         spread = [
@@ -51,7 +52,7 @@ class ImageSample:
         return np.union1d(self.drawn_at_random, np.maximum(spread, firsts).astype(np.int64))
 
     def decoded_between(self, begin: int, end: int) -> np.ndarray:
-        """Return those from begin to end - 1 that are decoded, int64, ascending."""
+        """Return the numbers of those of the images begin to end - 1 that are decoded, int64, ascending."""
         first, last = np.searchsorted(self.decoded, (begin, end))
         return self.decoded[first:last]
 
@@ -69,7 +70,8 @@ class Examined:
 
     @classmethod
     def count(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
-        """Count the decoded images by the checksum of each image; 0 for one that is bad or was not decoded."""
+        """Count the images of a sample. `digests`: checksum of each image of the dataset; 0 for one that is bad or was
+        not decoded."""
         bad, bad_drawn = (
             int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.decoded, sample.drawn_at_random)
         )
@@ -92,6 +94,7 @@ class Examined:
         return f"{found}; at most {100 * self.bound:.2g} % of all are bad ({CONFIDENCE:.0%} confidence)"
 
     def as_json(self) -> dict[str, Any]:
+        """Return the counts for report.json."""
         return {
             "images": self.images, "decoded": self.decoded, "bad": self.bad, "bound": self.bound,
             "summary": self.summary,

@@ -72,6 +72,7 @@ def put_videos(
         return IMAGE_TAG
 
     def read(turn: Turn) -> Turn:
+        """Return a turn with its tags replaced by `take`, if it is one in which images stand."""
         tags = re.compile(IMAGE_TAG) if "</video>" in turn.text.lower() else ANY_TAG  # <video> is HTML with </video>
         if turn.role not in READS_IMAGES:
             return turn

@@ -56,7 +56,8 @@ PART_KEYS = frozenset(["type", "text", "detail", "cache_control", *GIVEN_AS, *VI
 
 
 def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
-    """Parse the value of the key `conversations` or `messages`."""
+    """Parse the value `raw` of the key `conversations` or `messages` of a record. Calls that are messages of their own
+    are put into the answer before them, and each result gets its call."""
     if not isinstance(raw, list):
         raise reader.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
     made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
@@ -66,14 +67,16 @@ def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
 
 
 def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
-    """Parse one message of `conversations` or `messages`. It is one turn, but for a message with the results of
-    calls as parts, each of which is a turn before it."""
+    """Parse one message of `conversations` or `messages`. It becomes one turn; if it contains results of calls as
+    parts, each of these becomes a turn before it. `what` names it in error messages; `form` is its place in the record,
+    such as `messages[].`."""
     fields = raw if isinstance(raw, dict) else {}
     speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
     speaker = speakers[0] if speakers else ""
     role = "tool" if speaker in RESULTS else "call" if speaker in CALLERS else SPEAKERS.get(speaker) or speaker
     is_answer = role in ("gpt", "call")
     reader.refuse_tools(what, fields, RECORD_TOOLS if role == "gpt" else TOOL_KEYS)
+    # the key of the message's text, beside the key of its speaker
     texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
     thought = reader.thought_of(what, fields) if is_answer else None
     calls = calls_of(reader, what, fields) if role == "gpt" else ()
@@ -99,8 +102,14 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
 
 
 def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn, form: str) -> list[Turn]:
-    """Parse a message whose content is a list of parts: the results of calls, then the rest of the message, if it
-    is more than results. `turn` is the message without its content."""
+    """Parse a message whose content is a list of parts. Return the results of calls in it, each as a turn, and then the
+    turn of the message itself, unless it has only results.
+
+    Args:
+        what: name of the message in error messages.
+        turn: the message without its content.
+        form: place of the parts in the record, such as `messages[].content[].`, for the names of unread keys.
+    """
     texts, thoughts, results = list[str](), list[str](), list[Turn]()
     calls = list(turn.calls)
     for number, part in enumerate(content):
@@ -130,7 +139,8 @@ def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn
 
 
 def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str) -> Turn:
-    """Parse a part of a message that is the result of a call."""
+    """Parse a part of a message that is the result of a call into a turn. `form`: place of the part in the record, such
+    as `messages[].content[].`."""
     reader.note_keys(what, raw, AGENT_PART_KEYS, form, is_answer=False)
     content, parts = raw.get("content"), None
     if isinstance(content, list):

@@ -76,8 +76,8 @@ class RecordKeys:
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """All keys that are read or refused, without those for videos. If the user names the better answer of a pair,
-        the other one is known, too."""
+        """All keys of a record that are read or refused, without those for videos. For pairs, these include the keys of
+        both answers; if the user names `chosen` as a question or answer, all keys of pairs are known."""
         pair = self.pair or ()
         better = PREFERENCES if "chosen" in pair else PAIR_KEYS if self.pairs else frozenset[str]()
         return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE, SYSTEM}
@@ -145,7 +145,7 @@ def parse_record(
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)
     raw = unpacked(reader, raw) if keys.pairs else raw
-    listed = reader.listed(raw, keys.images, "image")
+    listed = reader.listed(raw, keys.images, "image")  # {key: names of the images under it}
     video_keys = tuple(key for key in VIDEO_KEYS if key not in keys.images) if videos else ()
     shows = one_list(where, reader.listed(raw, video_keys, VIDEO), "videos")
     reader.note_unread(raw, (*keys.images, *video_keys, *(keys.pair or ())))
@@ -190,8 +190,8 @@ def with_weights(reader: RecordReader, turns: list[Turn], weights: AnswerWeights
 
 
 def with_thought(reader: RecordReader, raw: dict[str, Any], turns: list[Turn]) -> list[Turn]:
-    """Give the thought that a record has beside its conversation to its only answer. With several answers, the key
-    cannot be obeyed."""
+    """Give the thought that a record has beside its conversation to its only answer. With several answers, or another
+    thought in the answer, note that the key cannot be obeyed."""
     thought = reader.thought_of("the record", raw)
     answers = [number for number, turn in enumerate(turns) if turn.role == "gpt"]
     if thought is None:

@@ -37,8 +37,9 @@ ANSWERS = (PROMPT, CHOSEN, REJECTED)
 
 
 def unpacked(reader: RecordReader, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in which the object that RLHF-V writes as text under `text` has been put among its keys, or rated
-    answers have been replaced by a pair. Other records are returned unchanged."""
+    """Return a record of a pair with its answers under `chosen` and `rejected`: the JSON object that RLHF-V writes as
+    text under `text` is put among its keys, and rated answers under `completions` are replaced by the best and the
+    worst. Other records are returned unchanged."""
     inner = raw.get(PACKED)
     if CHOSEN not in raw and not is_empty(raw.get(RATED)):
         chosen, rejected = best_and_worst(reader, raw[RATED])

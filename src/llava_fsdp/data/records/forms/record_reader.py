@@ -129,8 +129,11 @@ class RecordReader:
         return weights
 
     def weights_under(self, what: str, key: str, value: Any, is_answer: bool) -> AnswerWeights | None:
-        """Return the weights that a key gives the labels of an answer. Note a key that cannot be obeyed. None: the key
-        says nothing of a question, which is never learnt, and counts as one that is not read."""
+        """Return the weights that a key gives the labels of an answer. Note a key that cannot be obeyed.
+
+        A question (`is_answer=False`) is never learnt. A key that gives it a weight above 0 is noted, too; for a key of
+        another kind, such as a verdict, None is returned, and it counts as one that is not read.
+        """
         meaning, said = meaning_of(key[:MOST_LETTERS]), f"{what} has the key {shown(key)}, {shown(value)}"
         try:
             own = read_weights(key, value)
@@ -146,27 +149,30 @@ class RecordReader:
         return None
 
     def note_not_obeyed(self, why: str, meaning: KeyMeaning = KeyMeaning.learnt) -> None:
-        """Note a key that cannot be obeyed, if it is the first one of its kind."""
+        """Note why a key cannot be obeyed, unless another one was noted before. Keys that `data.weights=ignore` ignores
+        (those with a meaning in WEIGHTS) are noted apart from others."""
         if meaning in WEIGHTS:
             self.weights_not_obeyed = self.weights_not_obeyed or why
         else:
             self.not_obeyed = self.not_obeyed or why
 
     def weighted(self, what: str, turn: Turn, weights: AnswerWeights) -> Turn:
-        """Return an answer with the weights of its labels. Note those of characters that its text does not have."""
+        """Return an answer with the weights of its labels. If they are of characters beyond the end of its text, note
+        that they cannot be obeyed."""
         if weights.spans and weights.spans[-1][1] > len(turn.text):
             why = f"{what} has a train_detail to character {weights.spans[-1][1] - 1} and {len(turn.text)} characters"
             self.note_not_obeyed(f"{why}; {REASONS[KeyMeaning.spans]}")
         return turn.weighted(weights)
 
     def refuse_weights(self, what: str, weights: AnswerWeights) -> None:
-        """Note weights of a part of an answer, which cannot be obeyed."""
+        """Note that a part of an answer has weights of its own, which cannot be obeyed; nothing if all weights are
+        1."""
         if weights != AnswerWeights():
             self.note_not_obeyed(f"{what} has a weight of its own; {REASONS[KeyMeaning.spans]}")
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
         """Return the name of an image: its path or, for an image that is embedded in the record, a name made from its
-        bytes.
+        bytes, which are stored in `inline`. A path of a video is noted as not read, unless videos are read.
 
         Args:
             value: a path, a data URL, or an object with one of the keys `image`, `image_url`, `url`, `path`, `base64`
@@ -198,7 +204,7 @@ class RecordReader:
         return value
 
     def video(self, what: str, value: Any) -> str:
-        """Check the path of a video and return it."""
+        """Check the path of a video and return it. A file that is no video by its suffix is noted as not read."""
         if not isinstance(value, str) or not value:
             cure = "a path or a list of paths: fix it, or leave the key out of a record without videos"
             raise self.bad(what, value, cure)
@@ -249,6 +255,7 @@ class RecordReader:
         return self.text(what, found.pop()) if found else None
 
     def text(self, what: str, value: Any) -> str:
+        """Return a value that must be a valid text; raise DataError if it is not."""
         if not isinstance(value, str):
             raise self.bad(what, value, "text")
         check_text(value, f"{self.where}: {what}")

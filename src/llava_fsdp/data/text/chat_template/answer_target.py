@@ -80,14 +80,16 @@ class Asked:
     tools: Sequence[dict[str, Any]]
 
     def write(self, messages: Sequence[Message], ask: bool = False, **variables: Any) -> str:
+        """Render messages with the conversation's tools. Raise Unfit if the template escapes BREAK, so that it cannot
+        be taken out again."""
         text = self.template.write_text(messages, ask, self.features.form, self.tools, **variables)
         if ESCAPED_BREAK in text:
             raise Unfit("escapes a special token in a text")
         return text
 
     def prompt(self, turn: int, variables: dict[str, Any]) -> str:
-        """Return the template's prompt for the turns before one, rendered with some variables. It must have all tools
-        and turns."""
+        """Return the template's prompt for the turns before the one with index `turn`, rendered with some variables.
+        Raise Unfit if it leaves out a tool, or the text of a question or of a result."""
         before = self.messages[:turn]
         text = self.write(before, ask=True, **variables)
         for tool in self.tools:
@@ -100,14 +102,17 @@ class Asked:
         return text
 
     def variables(self, turn: int) -> dict[str, Any]:
-        """Return the variables with which an answer is rendered: the switch of thoughts is on if it has one. Without
-        one, the switch is as the template's own variables say."""
+        """Return the variables with which the answer with index `turn` is rendered: the switch of thoughts is on if it
+        has one. Without one, the switch is as the template's own variables say."""
         switch = self.features.switch
         return {} if switch is None or self.messages[turn].thought is None else {switch: True}
 
     def texts(self, turn: int) -> AnswerTexts:
+        """Render what is compared to find the target of the answer with index `turn`: its prompt, and the conversation
+        up to the answer, with the answer's own texts and with marker texts in their places."""
         own, before, variables = self.messages[turn], self.messages[:turn], self.variables(turn)
         prompt = self.prompt(turn, variables)
+        # what the generation prompt adds to the turns before
         cue = prompt[shared(prompt, self.write(before, **variables)) :]
         # white space beside a thought or calls stays, because some templates write such an answer in another way
         is_alone = own.texts[0] and own.thought is None and not own.calls
@@ -117,11 +122,13 @@ class Asked:
         return AnswerTexts(prompt, cue, shown, seen)
 
     def target(self, turn: int) -> Target:
-        """Return the prompt and the target of the answer with an index."""
+        """Return the prompt of the answer with index `turn`, and the target: the text that a model must generate behind
+        it, up to and including what ends the answer."""
         own, features = self.messages[turn], self.features
         if own.thought is not None and not features.thoughts:
             raise Unfit("shows no thoughts; data.thoughts=drop leaves them out")
         texts = self.texts(turn)
+        # the target is the thought that the template never shows (mostly empty), and `shown` from `start` on
         start, unshown = find_start(own, texts, features.opener)
         if not texts.marked.startswith(texts.shown[:start]):
             raise Unfit("changes earlier turns because of what an answer says")
@@ -141,10 +148,10 @@ class Asked:
         return Target(texts.prompt, text, begin, said, own.thought is not None, is_empty)
 
     def ended(self, turn: int, texts: AnswerTexts, start: int, said_end: int) -> str:
-        """Return F from the character `start` on, up to and including what ends the answer, whose text ends `said_end`
-        characters behind `start`."""
+        """Return the template's text of the conversation (`texts.shown`) from the character `start` on, up to and
+        including what ends the answer. The answer's own text ends `said_end` characters behind `start`."""
         own, features, rest = self.messages[turn], self.features, texts.shown[start:]
-        if features.next_stop:
+        if features.next_stop:  # only the beginning of the next turn ends an answer
             return rest.rstrip("\n") + features.call_stop if own.calls else rest + features.next_stop
         if not own.calls:
             found = rest.find(features.stop, said_end)
@@ -166,7 +173,8 @@ class Asked:
         raise Unfit("writes no special token after a call")
 
     def check_calls(self, turn: int, text: str) -> None:
-        """Raise Unfit if a text lacks a call of an answer, or a value of its arguments."""
+        """Raise Unfit if `text`, the target of the answer with index `turn`, lacks a call of the answer, or a value of
+        its arguments."""
         own, before = self.messages[turn], self.messages[:turn]
         if len(own.calls) > 1:  # they may be equal, so each must add to the text
             fewer = [replace(own, calls=own.calls[: end + 1]) for end in range(len(own.calls))]
@@ -181,8 +189,9 @@ class Asked:
 
 
 def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]:
-    """Return where in F the rest of the target begins, and the text before it that F lacks: the thought of rule 3.
-    `opener` is that of the template's features."""
+    """Return where the rest of the target begins in the text with the answer (`texts.shown`), and what the target has
+    before it that this text lacks: a thought that the template opens in its prompt and never shows. `opener`: the text
+    that opens such a thought; empty if the template shows thoughts, or has none."""
     prompt, shown = texts.prompt, texts.shown
     start = len(prompt) if shown.startswith(prompt) else behind_cue(texts)
     start = behind_other_spaces(texts) if start is None else start
@@ -201,27 +210,35 @@ def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]
 
 
 def behind_cue(texts: AnswerTexts) -> int | None:
-    """Return where in F the cue ends that stands last before the answer; None without one."""
+    """Return where, in the text with the answer (`shown`), the last cue before the answer ends; None without one. The
+    cue is what the generation prompt adds to the turns before."""
     place = texts.marked.rfind(texts.cue, 0, first_mark(texts.marked)) if texts.cue else -1
     end = place + len(texts.cue)
     return end if place >= 0 and texts.shown.startswith(texts.marked[:end]) else None
 
 
 def behind_other_spaces(texts: AnswerTexts) -> int | None:
-    """Return where in F the answer begins if the text before it differs from the prompt in white space alone; else
-    None."""
+    """Return where the answer begins in the text with it (`shown`), if what stands before it differs from the prompt in
+    white space alone; else None."""
     before = texts.marked[: first_mark(texts.marked)]
     return len(before) if before.split() == texts.prompt.split() and texts.shown.startswith(before) else None
 
 
 def first_mark(marked: str) -> int:
-    """Return the place of the first marker text of an answer; the length of the text if there is none."""
+    """Return the index of the first marker text of an answer in `marked`; the length of `marked` if it has none."""
     return min((place for mark in (SAID, THOUGHT) if (place := marked.find(mark)) >= 0), default=len(marked))
 
 
 def find_spans(own: Message, rest: str, marked: str, shows_thought: bool) -> dict[str, Stretch]:
-    """Return {marker text: range of characters} of the thought and the text of an answer in the end of F (`rest`), by
-    the same end with marker texts (`marked`). Raise Unfit if it is not `marked` with both texts in their places."""
+    """Return {marker text: range of characters} of the thought and the text of an answer in the target. Raise Unfit if
+    `rest` is not `marked` with the answer's texts in place of the marker texts; white space at their ends may be
+    stripped.
+
+    Args:
+        rest: what the template writes from the beginning of the target on.
+        marked: the same with marker texts in place of the answer's thought and text.
+        shows_thought: whether the thought is in them.
+    """
     wanted = {SAID: own.texts[0]} if own.texts[0].strip() or SAID in marked else {}
     if own.thought is not None and shows_thought:
         wanted[THOUGHT] = own.thought
@@ -299,7 +316,8 @@ def without_quotes(text: str) -> str:
 
 
 def guard(text: str, special: Sequence[Stretch]) -> str:
-    """Return a text with BREAK in each of some ranges of characters."""
+    """Return a text with BREAK behind the first character of each range in `special`, so that what a record says is not
+    taken for a special token or placeholder of the template."""
     for begin, _ in reversed(special):
         text = f"{text[: begin + 1]}{BREAK}{text[begin + 1 :]}"
     return text

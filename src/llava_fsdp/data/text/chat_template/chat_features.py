@@ -124,7 +124,8 @@ def rest_of(text: str, other: str) -> str:
 
 
 def find_form(template: Renders) -> MessageForm:
-    """Find out under which key the template reads a thought, and in which form the arguments of a call."""
+    """Find out in which form the template takes messages: the key of a thought, and whether the arguments of a call are
+    an object or JSON text. Raise Unfit if it does not write the text of a question."""
     plain = MessageForm(template.parts)
     asked = said("human", ASKED)
     if ASKED not in template.write_text([asked], False, plain):
@@ -151,8 +152,9 @@ def find_form(template: Renders) -> MessageForm:
 
 
 def find_stop(template: Renders, form: MessageForm) -> tuple[str, str]:
-    """Return the text that ends an answer (see `answer_end`). If nothing behind the last answer does, the special token
-    with which the next turn begins ends it, which is also the second result."""
+    """Return the text that ends an answer (see `answer_end`), and an empty text. If nothing behind the last answer ends
+    it, the special token with which the next turn begins does, and the second result is the part of the first that
+    belongs to the next turn."""
     turns = [said("human", ASKED), said("gpt", SAID), said("human", NEXT), said("gpt", NEXT_SAID)]
     last = template.write_text(turns[:2], False, form).partition(SAID)[2]
     whole = attempt(template, turns, False, form)
@@ -173,7 +175,8 @@ def shows_tools(template: Renders, form: MessageForm) -> bool:
 
 
 def find_call_stop(template: Renders, features: Features) -> str:
-    """Return the special token with which the result of a call begins, if an answer ends where the next turn begins."""
+    """Return the text up to the special token with which the result of a call begins, if only the beginning of the next
+    turn ends an answer; otherwise an empty text."""
     if not features.next_stop:
         return ""
     turns = [said("human", ASKED), said("gpt", "", calls=(CALL,)), said("tool", SAID, calls=(CALL,))]
@@ -184,7 +187,7 @@ def find_call_stop(template: Renders, features: Features) -> str:
 
 
 def find_switch(template: Renders, form: MessageForm) -> str | None:
-    """Return the variable that turns thoughts of the answer to come on and off."""
+    """Return the variable that says whether the answer to come begins with a thought; None without one."""
     asked = [said("human", ASKED)]
     for name in SWITCHES:
         if name in template.code:
@@ -195,7 +198,7 @@ def find_switch(template: Renders, form: MessageForm) -> str | None:
 
 
 def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | None:
-    """Return the variable with which the thoughts of earlier turns stay in prompts, and its value."""
+    """Return the variable with which the thoughts of earlier turns stay in prompts, and its value; None without one."""
     turns = [said("human", ASKED), said("gpt", SAID, thought=THOUGHT), said("human", NEXT)]
     for name, value in KEEP.items():
         if name in template.code and form.thought is not None:
@@ -206,7 +209,8 @@ def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | Non
 
 
 def find_thought(template: Renders, features: Features) -> tuple[str, str]:
-    """Return the texts that a model writes before and after a thought, in an answer that has one and a text."""
+    """Return the texts that a model writes before and after a thought, in an answer that has one and a text. The first
+    is empty if the prompt has it; both are empty if the template shows no thoughts."""
     if features.opener:
         return "", OPENERS[features.opener]
     if features.form.thought is None:

@@ -127,13 +127,14 @@ def joined(frames: Sequence[str], filled: Sequence[str]) -> str:
 
 def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
     """Learn the layout of conversations of one shape, such as `hg` (a question and its answer), by rendering marker
-    texts; without `has_labels`, no text has labels."""
+    texts in place of their texts. Without `has_labels`, no text has labels."""
     order, frames = form.marked(shape)
     # with white space before or after each text, to find out what of it the template strips
     _, lefts = form.marked(shape, before=LEFT)
     _, rights = form.marked(shape, after=RIGHT)
     turns = parse_shape(shape)
     owners = [turn for turn, own in enumerate(turns) for _ in range(own.kinds.count(TEXT))]
+    # what follows a text is reversed, because `stripped` compares the ends of its arguments
     slots = tuple(
         Slot(
             number,
@@ -155,10 +156,11 @@ def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
 
 
 def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]) -> Layout:
-    """Find out which text of conversations that end with an answer has labels.
+    """Find out which texts have labels in conversations that end with an answer, and return their layout.
 
     An earlier answer has labels if the whole conversation begins with the text that is trained where this answer is the
-    last one. It has no labels if the whole conversation only has other white space before it than its prompt.
+    last one. It has no labels if the whole conversation only has other white space before it than its prompt. Otherwise
+    Unfit is raised.
     """
     last = len(turns) - 1
     if slots[-1].turn != last:
@@ -193,7 +195,8 @@ def after_prompt(
     form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]
 ) -> tuple[list[str], int]:
     """Return the frames of conversations whose last answer is trained after the template's prompt for it, and the
-    number of characters between this prompt and the answer."""
+    number of characters between this prompt and the answer. The frames are those of this prompt if the whole
+    conversation has other white space. Raise Unfit if it differs in more than that."""
     where = f"cannot teach turn {len(turns) - 1}, an answer:"
     if not frames[-1].startswith(form.stop):
         raise Unfit(f"{where} it does not end with {form.stop!r}")

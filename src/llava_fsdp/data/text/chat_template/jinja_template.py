@@ -118,16 +118,19 @@ class ChatTemplate:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the BOS token is put before the text as a processor does it, which tokenizes the text without it."""
+        """Whether the BOS token is added to the tokens instead of being read from the text, as the processor of a
+        LLaVA-NeXT model does: its template lacks the token."""
         return self.code.startswith(BOS) and self.tokenizer.bos is not None
 
     def __repr__(self) -> str:
+        """Return a text that changes with all that affects the tokens of a conversation."""
         # "prompts apart": prompts are tokenized without their answers; this text is part of the names of cached indexes
         form = f"{self.parts} {self.images} prompts apart"
         return f"chat template {digest(self.code)} {sorted(self.variables.items())} {form}"
 
     @cached_property
     def image(self) -> str:
+        """`<image>` with the texts that the processor puts around the tokens of an image."""
         texts = self.images or ImageParts()
         return f"{texts.before}{IMAGE_TAG}{texts.after}"
 
@@ -138,7 +141,8 @@ class ChatTemplate:
 
     @property
     def stop(self) -> str:
-        """The text that ends an answer. Raises Unfit if there is no special token in it."""
+        """The text that ends an answer, from plain conversations or, if the template cannot be used for these, from
+        `features`. Raises Unfit if there is no special token in it."""
         try:
             return self._stop
         except Unfit:
@@ -177,7 +181,7 @@ class ChatTemplate:
         """The text that a model writes before an answer, such as an empty thought; empty if it is white space, or not
         the same for all answers."""
         try:
-            frame = self.layout("hg").frames[-2]
+            frame = self.layout("hg").frames[-2]  # the template's text before the answer
         except Unfit:
             return ""
         between = frame.text[len(frame.text) - frame.before :]
@@ -206,7 +210,8 @@ class ChatTemplate:
         )
 
     def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[ChatPiece]:
-        """Render the turns of a conversation. If the last turn is a question, the text is the prompt for its answer.
+        """Render the turns of a conversation, and return the text in pieces. If the last turn is a question, the text
+        is the prompt for its answer.
 
         Args:
             where: name of the conversation in error messages.
@@ -232,21 +237,27 @@ class ChatTemplate:
         return list(self.pieces(layout, filled, media))
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
-        """Yield the text of a conversation in pieces. `filled` has the conversation's own texts, as the template writes
-        them. `media` has the kinds of its images and videos, whose placeholders in the frames become pieces; empty: no
-        placeholders are looked for."""
+        """Yield the text of a conversation in pieces: texts of the template (frames), texts of turns, and images.
+
+        Args:
+            layout: what the template writes around the conversation's texts, and which text has labels.
+            filled: the conversation's own texts, as the template writes them.
+            media: the kind of each image and video (see `media_of`). Their placeholders in the frames become pieces;
+                empty: no placeholders are looked for.
+        """
         numbers = {kind: iter([n for n, letter in enumerate(media) if letter == kind]) for kind in (IMAGE, VIDEO)}
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
         def pieces(text: str, supervised: bool, answer: int | None = None) -> Iterator[ChatPiece]:
+            """Yield a text of the template, divided at the placeholders of images and videos."""
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
                     yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))
                 elif piece:
                     yield ChatPiece(piece, supervised, answer=answer)
 
-        answer = None
+        answer = None  # the turn of the text before, if that is an answer: the frame begins with what ends it
         for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
             before = len(frame.text) - frame.before
             yield from pieces(frame.text[: frame.end], True, answer)
@@ -267,8 +278,8 @@ class ChatTemplate:
     def write_text(
         self, messages: Sequence[Message], ask: bool, form: MessageForm, tools: Sequence[Any] = (), **variables: Any
     ) -> str:
-        """Render messages; with `ask`, with the generation prompt. `variables` go before those of the template. Raise
-        Unfit if the template fails."""
+        """Render messages that are given in the form `form`; with `ask`, the text ends with the generation prompt.
+        `variables` override those of the template. Raise Unfit if the template fails."""
         return self.render(messages, how=Rendering(ask, form, tuple(tools), variables))
 
     def layout(self, shape: str, has_labels: bool = True) -> Layout:
@@ -302,8 +313,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], most: float = math.inf, how: Rendering | None = None) -> str:
         """Render a conversation; raise Unfit if the template fails, or takes too much memory, or more than `most`
-        seconds of processor time. If the last message is no answer, the text ends with the beginning of an answer, as
-        for generation; `how` may say otherwise."""
+        seconds of processor time. `how`: whether the text ends with the beginning of an answer, as for generation, the
+        form of messages, tools and more variables. None: it ends so if the last message is no answer."""
         how = how or Rendering(messages[-1].role != "gpt", MessageForm(self.parts))
         made = [message.to_template(how.form) for message in messages]
         keys: dict[str, Any] = {"add_generation_prompt": how.ask, **self.variables, **how.variables}
@@ -352,10 +363,11 @@ def usable_name(folder: Path) -> str | None:
 
 
 def read_own(name: str, folder: Path, tokenizer: Tokenizer, cure: str) -> ChatTemplate:
-    """Return the chat template in a model's folder, untried, for messages that are one text. Raise ConfigError if the
-    folder has no template, or another than `name` records.
+    """Return the chat template in a model's folder, for messages that are one text each, without trying whether it can
+    be trained with. Raise ConfigError if the folder has no template, or another than `name` records.
 
     Args:
+        name: value of `data.template`, which may record a digest of the template (`own_name`).
         cure: end of the message for a folder without a template: what to do.
     """
     found = find_code(folder)
@@ -447,8 +459,8 @@ def unfit(chat_template: ChatTemplate) -> str | None:
 
 
 def teaches(chat_template: ChatTemplate) -> bool:
-    """Return whether a template whose conversations have no layout can be used for answers one by one: for one with a
-    thought, or for one without."""
+    """Return whether a template whose layouts cannot be learnt can still be trained with, by writing each answer with
+    its prompt apart (`Asked.target`). It is enough if it can do so for an answer with a thought, or for one without."""
     shape = "t" if chat_template.images is None else f"{IMAGE}t"
     for thought in (None, "It is red."):
         turns = [Message("human", shape, ("What is it?",)), Message("gpt", TEXT, ("A cat.",), thought=thought)]

@@ -53,8 +53,8 @@ def find_file(folder: Path) -> tuple[Path, str] | None:
 
 def complete(code: str, folder: Path) -> str:
     """Return the code of a template, preceded by code that adds what it lacks: the BOS token for a LLaVA-NeXT model,
-    and a fixed date for a template that writes the current one. From a file that this program exported, only the
-    model's own template is taken."""
+    and a fixed date for a template that writes the current one. A file that this program exported has more code around
+    the model's own template: then only the latter is returned."""
     for begin in (BEGIN, BEGIN_PARTS):
         if begin in code:
             end = END if END in code else OLDER_END

@@ -74,7 +74,8 @@ class TokenText:
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> list[TokenText]:
-    """Return the text of each token, in order. Tokens that are bytes of the same character become one piece."""
+    """Return the text of each token, in order, for display. Tokens that are bytes of the same character become one
+    piece."""
     before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
     begin = len(tokenizer.decode(before))
     pieces: list[TokenText] = []
@@ -122,6 +123,7 @@ class ThoughtText:
         self._written = ""  # with the names of special tokens
 
     def push(self, token: int) -> None:
+        """Add a token, and note whether the thought has begun, has ended, or can no longer come (`may_continue`)."""
         self.ids.append(token)
         self._written += self.tokenizer.name(token) or self.tokenizer.decode([token])
         written = self._written.lstrip()
@@ -184,7 +186,8 @@ class AnswerText:
         return self._thought.is_cut
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that became final with it, which may be empty."""
+        """Add a token, and return the text of the answer that became final with it, which may be empty. A thought
+        before the answer gives no text."""
         if self.ended:
             return ""
         thought = self._thought
@@ -195,13 +198,15 @@ class AnswerText:
             thought.may_continue = False
         if thought.may_continue:
             return ""
-        if thought.text is None:
+        if thought.text is None:  # there is no thought: its tokens are the answer's
             return "".join(map(self._push, thought.ids))
         self.ids = list(thought.ids)
         self._window = self._decoded = len(self.ids)
         return ""
 
     def _push(self, token: int) -> str:
+        """Add a token that is not one of a thought, and return the text that became final with it. What a model writes
+        before an answer (`begin`) is held back, and is not returned if an answer follows it."""
         self._generated.append(token)
         if token in self.stops and not self._is_beginning():
             self.ended = True
@@ -223,11 +228,11 @@ class AnswerText:
         thought = self._thought
         if thought.may_continue:
             thought.may_continue = False
-            if thought.has_begun and thought.ids:
+            if thought.has_begun and thought.ids:  # the thought has no end: there is no answer
                 thought.is_cut, self.ended = True, True
                 self.ids = list(thought.ids)
                 return ""
-            begun = "".join(map(self._push, thought.ids))
+            begun = "".join(map(self._push, thought.ids))  # no thought has begun: these are the answer's tokens
             return begun + self.close()
         begun = self._release(self._decode(is_last=True))
         rest = self._held.rstrip()

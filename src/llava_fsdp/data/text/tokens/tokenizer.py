@@ -77,7 +77,8 @@ class Tokenizer(ABC):
 
     def encode_rest(self, text: str, special: list[Stretch]) -> list[Token]:
         """Return the tokens of a text that continues another one: without the space that some tokenizers put before a
-        text."""
+        text. So the text is tokenized behind a lead, whose tokens are then left out; the first of some leads is taken
+        that the tokenizer does not join with the text."""
         for lead in ("\n", "a", "."):
             shifted = [(begin + len(lead), end + len(lead)) for begin, end in special]
             tokens = self.encode(lead + text, shifted)
@@ -214,8 +215,8 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]):
-        """Added tokens with an id of `vocab_size` or above are left out; special tokens `extra` are added if
-        missing."""
+        """Read the file at `path`. `config` is the content of `tokenizer_config.json`. Added tokens with an id of
+        `vocab_size` or above are left out; special tokens `extra` are added if missing."""
         self._path = path
         frozen = read_json(path, largest=LARGE)
         frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], vocab_size)]
@@ -255,7 +256,7 @@ class JsonTokenizer(Tokenizer):
                 return self._encode_around_images(text, special, images)
             if special != self.find_special(text):
                 return self._encode_between(text, special)
-        if not self._prefixes:
+        if not self._prefixes:  # this class does not have to put the space before a text
             return self._encode(self._fast, text)
         if not text:
             return []
@@ -263,6 +264,8 @@ class JsonTokenizer(Tokenizer):
         return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
 
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
+        """Return the ids of the tokens that `encode` returns. If the text begins with an image, which gives no token,
+        the rest is tokenized as text that follows a special token."""
         begin = special[0][1] if special and special[0][0] == 0 and text[: special[0][1]] not in self._special else 0
         part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
         if self._prefixes or own != self.find_special(part):
@@ -306,12 +309,14 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _plain_rest(self) -> FastTokenizer:
+        """The tokenizer `_rest`, but it reads special tokens in a text as ordinary text."""
         plain = FastTokenizer.from_str(self._rest.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
     def _plain(self) -> FastTokenizer:
+        """The tokenizer `_fast`, but it reads special tokens in a text as ordinary text."""
         plain = FastTokenizer.from_str(self._fast.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -339,7 +344,8 @@ class JsonTokenizer(Tokenizer):
         return tokens
 
     def _encode(self, tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-        """Call `encode_fast`. Raise ModelError, which names the tokenizer's file, if the library fails."""
+        """Tokenize with one of this class's tokenizers, by `encode_fast`. Raise ModelError, which names the tokenizer's
+        file, if the library fails."""
         try:
             return encode_fast(tokenizer, text, at)
         except BaseException as error:  # a panic of Rust's is no Exception
@@ -394,7 +400,8 @@ def metaspace(tokenizer_json: dict) -> dict | None:
 
 
 def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
-    """Return the tokens without the first one, if that is `▁` (id `prefix`) and a special token follows it directly."""
+    """Return the tokens without the first one if that is only the space before the text (`▁`, id `prefix`) and a
+    special token (an id in `special`) follows it directly."""
     if len(tokens) > 1 and tokens[0].id == prefix and tokens[1].id in special:
         return tokens[1:]
     return tokens
@@ -409,8 +416,9 @@ class LlamaTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
-        """`added`: {text: id} of added tokens; special tokens `extra` get the next ids if missing. Raises ModelError if
-        the file is no SentencePiece model."""
+        """Read the file at `path`. `config` is the content of `tokenizer_config.json`; `added`: {text: id} of added
+        tokens; special tokens `extra` get the next ids if missing. Raises ModelError if the file is no SentencePiece
+        model."""
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
         except RuntimeError as error:
@@ -430,7 +438,8 @@ class LlamaTokenizer(Tokenizer):
         return max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
-        """Return the tokens of a text; `special` is as in `JsonTokenizer.encode`."""
+        """Return the tokens of a text. Only the ranges of characters in `special` are read as special tokens, or as
+        images, which give no token; None: all special tokens in the text are read."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*(self.find_special(text) if special is None else special), (len(text), len(text))]:
@@ -441,7 +450,8 @@ class LlamaTokenizer(Tokenizer):
         return tokens
 
     def _encode_part(self, part: str, at: int) -> list[Token]:
-        """Tokenize a part of a text without special tokens, which begins at character `at` of the text."""
+        """Tokenize a part of a text, which has no special tokens and begins at character `at` of the text. The tokens
+        have character ranges in the whole text."""
         prefix = 1 if at == 0 or self.legacy else 0
         plain = " " * prefix + part.replace(SPACE, " ")
         tokens = []
