@@ -244,6 +244,8 @@ def questions(scene: Scene) -> dict[str, tuple[str, str]]:
 
 
 def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
+    """Return two to five random questions about an image, with their answers, and sometimes the request for its caption
+    among them."""
     pairs = list(questions(scene).values())
     pairs = rng.sample(pairs, rng.randint(2, 5))
     if rng.random() < CAPTION_TURN_SHARE:
@@ -273,7 +275,8 @@ def draw_shapes(cfg: DataConfig) -> None:
 
 
 def preferences(captions: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a pair for each image, from the records of captions: the right colour, and another one."""
+    """Return a record of a pair for each image, from the records of captions: the question for the color, the right
+    color (the third word of the caption) as the chosen answer, and another one as the rejected answer."""
     rng, records = random.Random(0), []
     for record in captions:
         colour = record["conversations"][1]["value"].split()[2]

@@ -73,8 +73,10 @@ class Collator:
         (`shown_images`), unless the model divides the row itself.
 
         Args:
+            rows: the samples, each with its images.
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
+            keys: what is known of each sample beside its content, such as its dropout seed and data source.
         """
         # where only other micro-batches have images, some models get a blank sample
         given, rows = len(rows), self.images.completed(rows, facts.images > 0)
@@ -100,7 +102,7 @@ class Collator:
         if self.cut is not None:
             padding = self.cut.padding(ids.shape[1])
             edges = boundaries((*lengths, padding) if padding else lengths)
-            here = self.cut.positions(ids.shape[1] + padding)
+            here = self.cut.positions(ids.shape[1] + padding)  # those of this rank
             label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
             ids, labels = padded_to(ids, padding, 0), padded_to(labels, padding, IGNORE)[:, here]
             weights = padded_to(weights, padding, 0)[:, here] if weights.size else weights
@@ -169,8 +171,8 @@ def padded_to(row: np.ndarray, padding: int, filler: int) -> np.ndarray:
 
 
 def boundaries(lengths: tuple[int, ...], shared: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return the MicroBatch fields that separate the samples of a packed row. `shared` is the field of this name, and
-    may be zeros."""
+    """Return the MicroBatch fields that separate the samples of a packed row. `shared`: for each sample, how many of
+    the first tokens of the sample before it are its first tokens, too; empty or zeros if samples share none."""
     edges = {
         "position_ids": positions_from(lengths, (0,) * len(lengths))[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -210,7 +212,8 @@ def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict
 
 
 def of_pairs(pairs: Sequence[Sample], keys: SampleKeys) -> dict[str, Any]:
-    """Return the fields of MicroBatch that say of which pair, answer and data source labels are."""
+    """Return the fields of MicroBatch that only samples that are pairs have: the answer that each label belongs to, and
+    the data source and the number of each pair."""
     labels = [part.num_labels for sample in pairs for part in sample.parts]
     of_sources = keys.sources if len(keys.sources) else [0] * len(pairs)
     return {
@@ -230,8 +233,9 @@ def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:
 def shown_images(
     sample: Sample, here: np.ndarray, features: int, read: Callable[[int], np.ndarray], first_tiles: Sequence[int]
 ) -> tuple[Row, list[int]]:
-    """Return a sample with only those image tokens and tiles that a rank needs which processes some of its positions,
-    and the numbers of these tiles among all tiles of the sample. The sample's token ids and labels stay whole.
+    """Return what a rank needs of a sample if it processes only some positions of it: the sample with only the image
+    tokens at these positions and with their tiles, and the numbers of these tiles among all tiles of the sample. The
+    sample's token ids and labels stay whole.
 
     Args:
         here: whether the rank processes each position of the sample, bool [tokens].

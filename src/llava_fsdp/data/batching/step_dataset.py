@@ -93,9 +93,10 @@ class Steps(Dataset):
         }
 
     def __getitem__(self, step: int) -> Step | DataError:
+        """Return this rank's part of a step, or the DataError that was raised while it was prepared."""
         try:
             return self.prepare(step)
-        except DataError as error:  # returned: a raised one would reach the main process as text with a traceback
+        except DataError as error:  # a raised one would reach the main process as text with a traceback
             error.on_every_rank = False  # every rank reads its own samples
             return error
 

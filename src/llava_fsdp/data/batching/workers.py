@@ -134,6 +134,8 @@ class WatchedSteps(Dataset):
         self.outboxes = [Outbox(prefetch + 1) for _ in range(status.workers)] if HAS_MEMORY_FILES else []
 
     def __getitem__(self, step: int) -> object:
+        """Prepare a step. In a worker, note in `status` when this begins and ends, and return the step as it is sent
+        through a memory file (`Sent`)."""
         self.status.begin(step)
         prepared, worker = self.steps[step], get_worker_info()
         if isinstance(prepared, Step) and worker is not None and self.outboxes:

@@ -91,7 +91,8 @@ class DataFiles:
         return self.remote.get(url) or self._found[url]
 
     def _range(self, location: ImageLocation, file: RemoteFile) -> Range:
-        """Return the range of a remote file that must be read to get the image: its whole page if it is compressed."""
+        """Return the range of a remote file that must be read to get the image: its whole page if it is compressed. The
+        location of an image in a remote folder may go past the end of its file; the range does not."""
         if location.page is not None:
             return file, location.page.offset, location.page.packed
         size = (location if file.name in self.remote else without_excess(location, file)).size

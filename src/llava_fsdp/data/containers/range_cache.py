@@ -151,7 +151,8 @@ class RangeCache:
     def _evict(self) -> int:
         """Delete the entries whose last use is longest ago, and unfinished ones of killed processes. Return the size of
         the rest."""
-        # first add up sizes by the second of last use: a list of many millions of entries takes too much memory
+        # First add up sizes by the second of last use: a list of many millions of entries takes too much memory. `last`
+        # is then the latest second from which entries must be deleted: all of earlier seconds are, and some from it
         used: Counter[int] = Counter()
         for _, status in self._entries():
             used[int(status.st_mtime)] += on_disk(status.st_size)

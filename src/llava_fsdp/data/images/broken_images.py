@@ -82,8 +82,8 @@ def png_ends_early(data: bytes) -> bool:
 
 
 def gif_ends_early(data: bytes) -> bool:
-    """Raise IndexError if the file ends before its trailer; return False if it does not, has an unknown block, or has
-    more blocks than are looked at."""
+    """Return False if a GIF has its trailer, has an unknown block, or has more blocks than are looked at. If it ends
+    before its trailer, reading past its end raises IndexError, which `ends_early` takes for True."""
 
     def behind_palette(at: int, flags: int) -> int:
         return at + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
