@@ -90,6 +90,7 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     data_files = open_data_files(files_of(sources), cache)
 
     def questions_in(source: DataSource) -> Iterator[BenchmarkQuestion]:
+        """Yield the first question of each record of a data source."""
         files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in source.files)
         groups = (("source", source.name),) if len(sources) > 1 else ()
         question = None
@@ -108,7 +109,8 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record) -> BenchmarkQuestion:
-    """Return the first question of a training record, with the number 0 and the answer there as the right answer."""
+    """Return the first question of a training record, with the record's answer to it as the right answer. Its number is
+    0; the caller sets another one."""
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
