@@ -186,9 +186,9 @@ def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) ->
 
 
 def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
-    """Return an RGB image, in one of several sizes, with small random shifts.
+    """Return an RGB image of a scene, in one of several sizes, with small random shifts of color and places.
 
-    Shapes are in the corners of the central square, so that a centre crop keeps them whole.
+    Shapes are in the corners of the central square, so that a center crop keeps them whole.
     """
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))

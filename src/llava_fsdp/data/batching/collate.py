@@ -45,7 +45,7 @@ ImageInputs = TileInputs | ProcessorInputs
 
 
 def image_inputs(reader: ImageSource) -> ImageInputs:
-    """Return what makes the image inputs of micro-batches from the images that a reader reads."""
+    """Return the object that makes the image inputs of micro-batches from the images that this reader reads."""
     if isinstance(reader, ProcessorImages):
         return ProcessorInputs(reader)
     assert isinstance(reader, ImageReader)
@@ -61,6 +61,8 @@ class Collator:
     """
 
     def __init__(self, image_reader: ImageSource, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
+        """`pack`: whether samples are packed into one row; `cut`: which positions of such a row this rank processes
+        (None: all)."""
         assert pack or cut is None, "only packed rows are divided among ranks"
         self.images = image_inputs(image_reader)
         self.normalize = normalize
@@ -132,8 +134,8 @@ class Collator:
 
 
 def shifted_weights(samples: list[Sample], pack: bool) -> np.ndarray:
-    """Return the weight of each label at the place of the label (`packed`, `padded`), int32; an empty array if all are
-    1."""
+    """Return the weight of each label at the position where `packed` or `padded` puts the label, int32, in the shape of
+    their rows; an empty array if all weights are 1."""
     if all(sample.weights is None for sample in samples):
         return np.zeros((1, 0), dtype=np.int32)
     full = [np.full(len(own.labels), FULL_WEIGHT) if own.weights is None else own.weights for own in samples]

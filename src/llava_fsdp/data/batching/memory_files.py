@@ -28,7 +28,8 @@ class Outbox:
     """The memory files of one data worker. Each contains a step in transfer to the rank's process, or is empty."""
 
     def __init__(self, files: int):
-        """Raise OSError if the process has too many files open."""
+        """Create `files` empty memory files, which are closed when this object is deleted. Raise OSError if the process
+        has too many files open."""
         self.files: list[int] = []
         weakref.finalize(self, close, self.files).atexit = False  # not at exit: a thread may still be reading
         for _ in range(files):

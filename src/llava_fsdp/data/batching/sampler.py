@@ -209,8 +209,9 @@ def smallest_dtype(count: int) -> np.dtype:
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[SourceShare, ...]:
-    """Return the shares in the order of `sources`, from the number of records of each; empty without `data.sources`.
-    Raise ConfigError if a source has no record, or would contribute no sample to an epoch."""
+    """Return how many samples each data source contributes to an epoch, in the order of `sources`; empty without
+    `data.sources`. Raise ConfigError if a source has no record, or would contribute no sample. `counts`: number of
+    records of each source."""
     if not sources:
         return ()
     begins = itertools.accumulate(counts, initial=0)

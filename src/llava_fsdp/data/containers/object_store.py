@@ -184,9 +184,9 @@ class GsClient:
     listed object, which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Raise ConfigError if gcsfs is not installed. Without credentials this takes seconds, because gcsfs also asks
-        the metadata server of a virtual machine. `idle`: seconds after which gcsfs gives up a request. `in_flight` is
-        not used."""
+        """`idle`: seconds after which gcsfs gives up a request; `in_flight` is not used. Raise ConfigError if gcsfs is
+        not installed. Without credentials this takes seconds, because gcsfs also asks the metadata server of a virtual
+        machine."""
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:

@@ -46,8 +46,8 @@ class RangeCache:
     """LRU cache of byte ranges, in a folder of bounded size. The key of an entry is (content, offset, size)."""
 
     def __init__(self, folder: Path, gib: float):
-        """`gib`: maximum size of the folder in GiB; if runs with different sizes share it, the smallest holds. Raise
-        ConfigError if the folder cannot be written."""
+        """Create the folder of the cache if it does not exist. `gib`: maximum size of the folder in GiB; if runs with
+        different sizes share it, the smallest holds. Raise ConfigError if the folder cannot be written."""
         self.folder = folder
         self.bound = int(gib * 2**30)
         self.hits = self.misses = self.damaged = self.not_written = 0

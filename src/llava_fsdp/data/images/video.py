@@ -78,7 +78,7 @@ class VideoSampling:
 
     @classmethod
     def of_limits(cls, fps: float | None, frames: int | None) -> "VideoSampling":
-        """Return the rule for the values of the two keys; None: LLaVA-NeXT's value."""
+        """Return the rule for values of `data.video_fps` and `data.video_frames`; None: LLaVA-NeXT's value."""
         return cls(cls.fps if fps is None else fps, cls.frames if frames is None else frames)
 
     def numbers(self, frames: int, rate: float) -> list[int]:

@@ -90,7 +90,7 @@ def open_frames(
     template: ChatTemplate, processor: Processor, fps: float | None, most: int | None
 ) -> ProcessorFrames | None:
     """Return what selects the frames of videos; None, with a message in the log, if the model's processor or its chat
-    template takes no videos, or none of unlike lengths in one call.
+    template takes no videos, or if the processor cannot prepare videos of unlike lengths together.
 
     Args:
         fps, most: the values of `data.video_fps` and `data.video_frames`.
@@ -101,7 +101,7 @@ def open_frames(
     try:
         if template.placeholders[VIDEO] == NO_VIDEO:
             raise ValueError("its chat template writes no text of its own for a video")
-        _ = processor.needs, frames.rule
+        _ = processor.needs, frames.rule  # computed now, so that a failure is noticed here
     except FAILURES as error:
         log().info("%s: no videos are read: %s", processor.folder, " ".join(str(error).split())[:200])
         return None

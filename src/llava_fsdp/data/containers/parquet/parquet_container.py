@@ -137,7 +137,7 @@ class ParquetContainer:
         return EXPANSION * max(LEAST_SIZE, self.reader.size)
 
     def check_rows(self) -> None:
-        """Raise DataError if the file claims more rows than records of its size can be."""
+        """Raise DataError if the file is too small for the number of rows that it claims, unless all rows are equal."""
         rows, most = sum(self.rows(group) for group in range(self.groups)), ROWS_PER_BYTE * self.reader.size
         if rows > max(ROWS_FREE, most):
             self.footer.refuse(
