@@ -83,7 +83,8 @@ def make_work() -> Work:
     pickled, reader = "", None
 
     def work(request: dict[str, Any]) -> Answer:
-        """Answer a request. The image reader is unpickled again only if another one is sent."""
+        """Answer a request for an image or a video with its pixels, or with the error; one that has `frames` as `video`
+        does. The image reader is unpickled again only if another one is sent."""
         nonlocal pickled, reader
         if "frames" in request:
             return video(Path(request["path"]), request["where"], request["frames"])

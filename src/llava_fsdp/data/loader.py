@@ -298,7 +298,8 @@ class Loader:
     """Iterates over the training steps of a run, starting from any step."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
-        """`gather` is a collective operation that collects the skipped samples of all ranks."""
+        """`steps`: prepares this rank's part of each step; `gather`: collective operation that collects the skipped
+        samples of all ranks."""
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()

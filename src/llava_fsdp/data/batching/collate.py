@@ -88,6 +88,7 @@ class Collator:
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
         label_rows = np.repeat(np.arange(len(records)), [sample.num_labels for sample in records])
+        # dropout seeds: both answers of a pair have that of the pair, and blank samples have 0
         drops = bool(len(keys.seeds))
         of_records = zip((*keys.seeds, *[0] * blanks), records, strict=True) if drops else ()
         seeds = [seed for seed, sample in of_records for _ in sample.parts]

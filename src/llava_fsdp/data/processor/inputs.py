@@ -128,6 +128,7 @@ class ProcessorInputs:
     def call(self, shown: list[Row]) -> Processed:
         """Call the processor with the texts, images and videos of some samples. Raise DataError if it fails."""
         texts = [text_of(sample) for sample, _ in shown]
+        # without the text behind images that truncation has cut off
         whole = ["".join(text.texts[: len(media) + 1]) for text, (_, media) in zip(texts, shown, strict=True)]
         images = [[Image.fromarray(own) for own in media if kind_of(own) == IMAGE] for _, media in shown]
         videos = [
