@@ -129,7 +129,8 @@ class Assistant:
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
         """Let the model answer several questions in one batch, with greedy decoding; one by one if padding would change
-        the answers. With `blank`, all images are replaced by images of the mean colour.
+        the answers. With `blank`, all images are replaced by images of the mean color. `thoughts_cut` then says for
+        each answer whether it ended within a thought.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -176,7 +177,8 @@ class Assistant:
     ) -> Generator[str, None, bool]:
         """Generate the model's answer to a conversation's last question: after every token, yield the new piece of the
         answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
-        cut at the maximum number of tokens. The generator of random numbers must be on the assistant's `device`.
+        cut at the maximum number of tokens. Meanwhile the answer is in `self.text`. The generator of random numbers
+        must be on the assistant's `device`.
 
         The beginning that the conversation shares with the previously answered one is not computed again, since its
         keys and values are cached. The images are in the order of their tags in `turns`.
@@ -254,7 +256,7 @@ class Assistant:
         else:
             tiles = self.reader.load(path, where, images)
             size = read_size(path, where) if not is_video(path) and image_tokens.needs_size(images) else None
-        # of_video takes the number of frames; a video has one tile for each
+        # a video has one tile for each frame
         rows = image_tokens.of_video(len(tiles)) if is_video(path) else image_tokens.of(size, images)
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
@@ -309,13 +311,13 @@ class Assistant:
         """Return a batch's token ids and its image inputs on the model's device, as `Architecture.forward` takes them.
 
         The image inputs are: the indices of the image tokens in the flattened `ids`; for each of them the index of its
-        feature (or indices and weights of four features, of which it is the weighted sum); and the pixels of all tiles,
-        None without images.
+        feature (or indices and weights of four features, of which it is the weighted sum); and the pixels of all tiles.
+        Without images they are empty.
 
         Args:
             ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID.
             images: all images of the batch, in the order of their tokens in `ids`.
-            blank: whether to replace all images by images of the mean colour.
+            blank: whether to replace all images by images of the mean color.
         """
         tokens = torch.from_numpy(np.where(ids == IMAGE_ID, 0, ids)).to(self.device)
         if not images:

@@ -109,7 +109,8 @@ class ClassAssistant:
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
         """Answer several questions in one batch, with greedy decoding; one by one if padding would change the answers.
-        With `blank`, all images are replaced by images of the mean colour.
+        With `blank`, all images are replaced by images of the mean color. `thoughts_cut` then says for each answer
+        whether it ended within a thought.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -222,16 +223,17 @@ class ClassAssistant:
         return sample, [images[sample.place(number)].pixels for number in range(len(sample.images))]
 
     def generate(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
-        """Generate answers to questions, of which each row is one. `push` gets the next token of each answer, int64
-        [answers], and returns whether to generate another one."""
+        """Generate answers to the questions in `rows`, each a prompt with its images. `push` gets the next token of
+        each answer, int64 [answers], and returns whether to generate another one."""
         prompts = lay_out_prompts(rows, Collator(self.reader, Normalize.step, pack=False))
         micro = prompts.micro.map(lambda values: values.to(self.device))
         prompt = Prompt(micro.input_ids, prompts.mask.to(self.device), micro.images)
         write_answers(self.model, self.model.language_config, prompt, sampling, push, generator)
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> RgbImage:
-        """Read an image or a video. Error messages begin with `where`. Raises ImageError if the file cannot be read, or
-        is a video, and the model takes none."""
+        """Read an image or a video; a file is read in `image_process` if there is one. Error messages begin with
+        `where`; `images` is the number of images of the conversation. Raises ImageError if the file cannot be read, or
+        is a video and the model takes none."""
         apart = self.image_process
         if isinstance(path, Path) and is_video(path):
             self.reader.chosen(where)

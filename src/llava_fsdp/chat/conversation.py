@@ -76,7 +76,8 @@ class Conversation:
         yield from self.reply(question.turns, sampling)
 
     def reply(self, turns: list[Turn], sampling: Sampling) -> Generator[str, None, None]:
-        """Yield the model's answer to the last turn of the conversation `turns`, and keep both, as `ask` does."""
+        """Yield in pieces the model's answer to the last of `turns`, which become the conversation's turns, with the
+        answer as another one. If an error is raised, the conversation is again as it was before."""
         images = self.assistant.prepare_images([*self.images, *self.next_images])
         state_before = self.turns, self.images, self.next_images
         self.was_cut = True  # until the model has ended the answer

@@ -77,12 +77,14 @@ class ImageProcess:
 
 
 def make_work() -> Work:
-    """Return the function that the other process calls for each request. It loads an image, or frames of a video, and
-    returns tiles or frames as bytes, or the error. Of a video of which no frames are asked, it returns the facts."""
+    """Return the function that the other process calls for each request: it loads an image or a video, or the frames of
+    a video with given numbers, and returns pixels as bytes, or the error. Without numbers it returns the facts about
+    the video."""
     pickled, reader = "", None
 
     def work(request: dict[str, Any]) -> Answer:
-        """Load an image. The image reader is unpickled again only if another one is sent."""
+        """Answer a request for an image or a video with its pixels, or with the error; one that has `frames` as `video`
+        does. The image reader is unpickled again only if another one is sent."""
         nonlocal pickled, reader
         if "frames" in request:
             return video(Path(request["path"]), request["where"], request["frames"])
@@ -99,6 +101,7 @@ def make_work() -> Work:
         return {"shape": tiles.shape, "size": size}, tiles.tobytes()
 
     def video(path: Path, where: str, numbers: list[int]) -> Answer:
+        """Return the frames of a video with these numbers, or without numbers the facts about the video."""
         try:
             if not numbers:
                 return {"facts": asdict(examine_video(path, where, GivenFrames([0]), full=False))}, b""

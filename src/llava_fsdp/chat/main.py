@@ -94,7 +94,8 @@ class Terminal:
         self.show(self.conversation.ask(question, self.sampling), stopped)
 
     def show(self, pieces: Generator[str, None, None], stopped: threading.Event | None = None) -> None:
-        """Print the pieces of an answer while the conversation yields them; stop when `stopped` is set meanwhile."""
+        """Print the pieces of an answer while the conversation yields them; stop when `stopped` is set meanwhile. If
+        thoughts are shown, print the thought first. Log why the answer ends early or has no text."""
         text, thought = "", None
         for piece in pieces:
             text += piece

@@ -65,8 +65,8 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def lacks_padding(folder: Path) -> bool:
-    """Return whether a model folder does not say whether images are padded to squares, as many in transformers'
-    format."""
+    """Return whether a model folder does not say whether images are padded to squares. Many folders in transformers'
+    format do not."""
     raw = config_of(folder, "config.json")
     if not raw or is_original(raw) or raw.get("model_type") in (NEXT, ONEVISION) or (folder / NOTES).is_file():
         return False

@@ -30,8 +30,8 @@ def permuted(positions: np.ndarray, count: int, *purpose: str | int) -> np.ndarr
 
 
 def half_bits(count: int) -> int:
-    """Return the bits of each half of a value in the network that permutes range(count): at least `count` and at most 4
-    * `count` integers."""
+    """Return the number of bits of each half of the integers that the network permutes. There are at least `count` and
+    at most 4 * `count` such integers."""
     return max(1, ((count - 1).bit_length() + 1) // 2)
 
 

@@ -194,7 +194,7 @@ def open_processor_encoding(
 
 def check_kinds(cfg: Config, records: Records, processor: Processor) -> None:
     """Raise ConfigError if images and videos may come into one micro-batch, and the model cannot tell their tokens
-    apart."""
+    apart. It need not if both become inputs of the same names (`shares_inputs`), which have the order of the tokens."""
     has_rows = cfg.packs or cfg.micro_batch_size > 1
     if not (has_rows and records.has_videos and records.has_images) or processor.shares_inputs:
         return
@@ -298,7 +298,8 @@ class Loader:
     """Iterates over the training steps of a run, starting from any step."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
-        """`gather` is a collective operation that collects the skipped samples of all ranks."""
+        """`steps`: prepares this rank's part of each step; `gather`: collective operation that collects the skipped
+        samples of all ranks."""
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()
@@ -359,14 +360,15 @@ class Loader:
         return step.without(skipped, self.steps.collate.normalize)
 
     def every_occurrence(self, step: int, skipped: list[SkippedSample]) -> list[SkippedSample]:
-        """Return each skipped sample as often as the step contains it. Several ranks may have reported it, because they
-        process the same row."""
+        """Return each skipped sample as often as the step contains it. If several ranks process the same row, each of
+        them may have reported the sample."""
         numbers = self.steps.sampler.samples(step)
         found = {sample.number: sample for sample in skipped}
         return [found[number] for number in numbers if number in found]
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """Return a copy of a micro-batch on the device, with its tiles normalised. A processor does it itself."""
+        """Return a copy of a micro-batch on the device, with its tiles normalized. Images that a model's processor has
+        prepared are normalized before."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return moved if self.table is None else replace(moved, images=with_normalized_tiles(moved.images, self.table))
 

@@ -41,7 +41,11 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule:
 
     The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
     one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
-    fewest tokens; all other tokens are labels. `rule` says how many tokens an image has; None: its tiles do.
+    fewest tokens; all other tokens are labels.
+
+    Args:
+        cut: how several ranks divide a row; None: a rank has whole rows.
+        rule: says how many tokens and tiles an image has; None: `ImageTokens` does.
     """
     length, context = cfg.data.max_length, cut.size if cut else 1
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
@@ -53,6 +57,7 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule:
     labels = tokens - sum(1 + min(n - 1, fewest) for n in lengths)
 
     def with_images(size: Size | None) -> Contents:
+        """Return what a micro-batch contains if all its images have this size."""
         each = len(rule.of(size, 1))
         rank_tokens = tokens // context
         images = max(1, rank_tokens // (each + 1)) if cfg.packs else cfg.micro_batch_size
@@ -72,6 +77,7 @@ def synthetic_micro_batch(
     labels.
 
     Args:
+        pack: whether all samples are in one packed row; else each has a padded row.
         blends: whether image tokens are weighted sums of four vision features.
         given: the token ids and images of a model that has no tiles.
     """
@@ -90,7 +96,8 @@ def synthetic_micro_batch(
 
 
 def black_tiles(contents: Contents, shape: ModelShape, blends: bool) -> dict[str, torch.Tensor]:
-    """Return the image inputs of a micro-batch with black tiles. `blends` is that of `synthetic_micro_batch`."""
+    """Return the image inputs of a micro-batch with black tiles, by their names in `Llava.forward`. `blends`: whether
+    image tokens are weighted sums of four vision features."""
     places = torch.arange(contents.image_tokens)
     image_rows = places % (contents.tiles * shape.image_tokens)
     side = shape.image_size
@@ -104,7 +111,8 @@ def black_tiles(contents: Contents, shape: ModelShape, blends: bool) -> dict[str
 
 
 def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, Any]:
-    """Return the boundaries of samples in a packed row."""
+    """Return the fields of MicroBatch that separate the samples of a packed row: those of `given` if it has them. If
+    several ranks share the row, the position ids are those of one rank's part."""
     if given is not None and given["segments"] is not None:
         return dict(zip(("position_ids", "cu_seqlens", "lengths"), given["segments"], strict=True))
     found = boundaries(contents.lengths)
@@ -113,8 +121,8 @@ def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, A
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
     """Return how many micro-batches a dry run computes for a step: at most two, because all later ones would be like
-    the second; or twice as many as there are stages of the model, after which a pipeline is full. A group of ranks that
-    computes layers together counts as one."""
+    the second; or twice as many as there are stages of the model, after which a pipeline is full. `world_size`: number
+    of ranks, in which the ranks that divide each layer among them (`parallel.tensor`) count as one."""
     parallel = cfg.parallel
     at_once = len(contents.lengths) * world_size  # samples, each counted once on every rank that has a part of it
     needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / at_once)
@@ -130,9 +138,14 @@ def synthetic_step(
     world_size: int,
     given: ForwardInputs | None = None,
 ) -> Step:
-    """Return this rank's part of a synthetic step. A group of ranks that computes layers together counts as one.
-    `given` is that of `synthetic_micro_batch`."""
+    """Return this rank's part of a synthetic step, with the counts of all ranks.
+
+    Args:
+        world_size: number of ranks, in which the ranks that divide each layer among them count as one.
+        given: the token ids and images of a model that has no tiles.
+    """
     count = micro_batches_of(contents, cfg, world_size)
+    # micro-batches of all ranks; those of ranks that share rows are parts, of which `contents.context` make whole rows
     times = count * world_size // cfg.parallel.pipeline
     rows = times // contents.context
     facts = StepFacts(

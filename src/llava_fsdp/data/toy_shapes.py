@@ -186,9 +186,9 @@ def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) ->
 
 
 def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
-    """Return an RGB image, in one of several sizes, with small random shifts.
+    """Return an RGB image of a scene, in one of several sizes, with small random shifts of color and places.
 
-    Shapes are in the corners of the central square, so that a centre crop keeps them whole.
+    Shapes are in the corners of the central square, so that a center crop keeps them whole.
     """
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))
@@ -244,6 +244,8 @@ def questions(scene: Scene) -> dict[str, tuple[str, str]]:
 
 
 def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
+    """Return two to five random questions about an image, with their answers, and sometimes the request for its caption
+    among them."""
     pairs = list(questions(scene).values())
     pairs = rng.sample(pairs, rng.randint(2, 5))
     if rng.random() < CAPTION_TURN_SHARE:
@@ -273,7 +275,8 @@ def draw_shapes(cfg: DataConfig) -> None:
 
 
 def preferences(captions: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a pair for each image, from the records of captions: the right colour, and another one."""
+    """Return a record of a pair for each image, from the records of captions: the question for the color, the right
+    color (the third word of the caption) as the chosen answer, and another one as the rejected answer."""
     rng, records = random.Random(0), []
     for record in captions:
         colour = record["conversations"][1]["value"].split()[2]

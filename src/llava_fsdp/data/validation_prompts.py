@@ -60,6 +60,7 @@ class Prompts:
 
 def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, source: int = 0) -> HeldOutQuestion:
     """Make a prompt from the first question of a validation record, with the conversation template that training uses.
+    `source`: index of the record's data source.
 
     Raises:
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
@@ -86,7 +87,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
     order, sizes, frames = image_order(segments, num_images), record.sizes, record.frames
     if sizes is not None and frames is not None:
         sizes, frames = sizes[:num_images], frames[:num_images]
-    shown = replace(record, images=names, sizes=sizes, frames=frames)
+    shown = replace(record, images=names, sizes=sizes, frames=frames)  # with the images of this question alone
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     if isinstance(encoder, ProcessorEncoder):
         shapes = [encoder.shape(shown, number) for number in range(num_images)]

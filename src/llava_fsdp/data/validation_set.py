@@ -144,6 +144,7 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
     """
     numbers: dict[int, list[int]] = {}
     for source, samples in sampler.steps:
+        # a record may give several samples, which begin with the same question
         first = [number for number in samples if loader.steps.records.is_first(number)]
         numbers.setdefault(source, []).extend(first)
     shares = spread_over_sources([len(records) for records in numbers.values()], cfg.val.answers)

@@ -163,6 +163,7 @@ class AnswersFile:
                 file.truncate(file.read().rfind(b"\n") + 1)  # mode a appends to the end at any position
 
             def add(questions: Sequence[BenchmarkQuestion], texts: Sequence[str]) -> None:
+                """Append the answers to some questions to the file, and add them to `texts`."""
                 pairs = list(zip(questions, texts, strict=True))
                 with storage_errors(f"answers={path}"):
                     file.write("".join(f"{self.line(question, text)}\n" for question, text in pairs).encode())

@@ -107,7 +107,8 @@ def put_comparisons(
     result: dict[str, Any], task: Task, questions: list[BenchmarkQuestion], blank_answers: list[str] | None
 ) -> None:
     """Add to a model's scores, in place, two accuracies to compare its own with: that of its answers to blank images,
-    if it was asked with them, and that of the best blind guess. Both are of all questions and of every group."""
+    if it was asked with them, and that of the best blind guess. Both are of all questions and of every group. Also add
+    the number of different question texts."""
     if blank_answers is not None:
         blank = score_all(task, questions, blank_answers)
         of_groups = {
@@ -163,8 +164,9 @@ class BenchmarkAnswerer:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Return the answers to all questions on rank 0, and an empty list on other ranks. With `blank`, every image is
-        replaced by one whose pixels all have the mean colour."""
+        """Return the answers to all questions on rank 0, when all processes have written theirs, and an empty list on
+        other ranks. Without `blank`, also count in `thoughts_cut` the answers that ended within a thought. With
+        `blank`, every image is replaced by one whose pixels all have the mean color."""
         if self.cfg.answers is None:
             found = [own for _, answers in self.batches(self.questions, blank) for own in answers]
             if not blank:
@@ -196,8 +198,8 @@ class BenchmarkAnswerer:
     def batches(
         self, questions: list[BenchmarkQuestion], blank: bool
     ) -> Iterator[tuple[list[BenchmarkQuestion], list[tuple[str, bool]]]]:
-        """Generate answers and yield them in batches, each with whether it ended within a thought. The model is loaded
-        before the first one. `blank` replaces the images by images of the mean colour."""
+        """Generate answers, and yield batches: (questions, [(answer, whether it ended within a thought)]). The model is
+        loaded before the first one. `blank` replaces the images by images of the mean color."""
         cfg = self.cfg
         if self.assistant is None:
             self.assistant = open_assistant(cfg.model.checkpoint, self.opened)

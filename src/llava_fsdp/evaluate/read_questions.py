@@ -104,6 +104,7 @@ def records_by_turns(cfg: EvaluateConfig) -> Iterator[tuple[DataSource, Record]]
     data_files = open_data_files(files_of(sources), cache)
 
     def records_in(source: DataSource) -> Iterator[tuple[DataSource, Record]]:
+        """Yield the records of a data source, each with the source."""
         files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in source.files)
         record = None
         for record in (file[n] for file in files for n in range(len(file))):
@@ -119,7 +120,8 @@ def records_by_turns(cfg: EvaluateConfig) -> Iterator[tuple[DataSource, Record]]
 
 
 def first_question(record: Record) -> BenchmarkQuestion:
-    """Return the first question of a training record, with the number 0 and the answer there as the right answer."""
+    """Return the first question of a training record, with the record's answer to it as the right answer. Its number is
+    0; the caller sets another one."""
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]

@@ -97,6 +97,7 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
             max_new_tokens: float,
             request: gr.Request,
         ) -> Iterator[Any]:
+            # Gradio passes the values of the components in `box.submit` below, and the request with the tab's key
             yield from answer(
                 sessions, str(request.session_hash), box, (temperature_value, top_p_value, max_new_tokens)
             )

@@ -45,7 +45,7 @@ ImageInputs = TileInputs | ProcessorInputs
 
 
 def image_inputs(reader: ImageSource) -> ImageInputs:
-    """Return what makes the image inputs of micro-batches from the images that a reader reads."""
+    """Return the object that makes the image inputs of micro-batches from the images that this reader reads."""
     if isinstance(reader, ProcessorImages):
         return ProcessorInputs(reader)
     assert isinstance(reader, ImageReader)
@@ -61,6 +61,8 @@ class Collator:
     """
 
     def __init__(self, image_reader: ImageSource, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
+        """`pack`: whether samples are packed into one row; `cut`: which positions of such a row this rank processes
+        (None: all)."""
         assert pack or cut is None, "only packed rows are divided among ranks"
         self.images = image_inputs(image_reader)
         self.normalize = normalize
@@ -73,8 +75,10 @@ class Collator:
         (`shown_images`), unless the model divides the row itself.
 
         Args:
+            rows: the samples, each with its images.
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
+            keys: what is known of each sample beside its content, such as its dropout seed and data source.
         """
         # where only other micro-batches have images, some models get a blank sample
         given, rows = len(rows), self.images.completed(rows, facts.images > 0)
@@ -84,6 +88,7 @@ class Collator:
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
         label_rows = np.repeat(np.arange(len(records)), [sample.num_labels for sample in records])
+        # dropout seeds: both answers of a pair have that of the pair, and blank samples have 0
         drops = bool(len(keys.seeds))
         of_records = zip((*keys.seeds, *[0] * blanks), records, strict=True) if drops else ()
         seeds = [seed for seed, sample in of_records for _ in sample.parts]
@@ -100,7 +105,7 @@ class Collator:
         if self.cut is not None:
             padding = self.cut.padding(ids.shape[1])
             edges = boundaries((*lengths, padding) if padding else lengths)
-            here = self.cut.positions(ids.shape[1] + padding)
+            here = self.cut.positions(ids.shape[1] + padding)  # those of this rank
             label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
             ids, labels = padded_to(ids, padding, 0), padded_to(labels, padding, IGNORE)[:, here]
             weights = padded_to(weights, padding, 0)[:, here] if weights.size else weights
@@ -130,8 +135,8 @@ class Collator:
 
 
 def shifted_weights(samples: list[Sample], pack: bool) -> np.ndarray:
-    """Return the weight of each label at the place of the label (`packed`, `padded`), int32; an empty array if all are
-    1."""
+    """Return the weight of each label at the position where `packed` or `padded` puts the label, int32, in the shape of
+    their rows; an empty array if all weights are 1."""
     if all(sample.weights is None for sample in samples):
         return np.zeros((1, 0), dtype=np.int32)
     full = [np.full(len(own.labels), FULL_WEIGHT) if own.weights is None else own.weights for own in samples]
@@ -169,8 +174,8 @@ def padded_to(row: np.ndarray, padding: int, filler: int) -> np.ndarray:
 
 
 def boundaries(lengths: tuple[int, ...], shared: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return the MicroBatch fields that separate the samples of a packed row. `shared` is the field of this name, and
-    may be zeros."""
+    """Return the MicroBatch fields that separate the samples of a packed row. `shared`: for each sample, how many of
+    the first tokens of the sample before it are its first tokens, too; empty or zeros if samples share none."""
     edges = {
         "position_ids": positions_from(lengths, (0,) * len(lengths))[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -210,7 +215,8 @@ def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict
 
 
 def of_pairs(pairs: Sequence[Sample], keys: SampleKeys) -> dict[str, Any]:
-    """Return the fields of MicroBatch that say of which pair, answer and data source labels are."""
+    """Return the fields of MicroBatch that only samples that are pairs have: the answer that each label belongs to, and
+    the data source and the number of each pair."""
     labels = [part.num_labels for sample in pairs for part in sample.parts]
     of_sources = keys.sources if len(keys.sources) else [0] * len(pairs)
     return {
@@ -230,8 +236,9 @@ def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:
 def shown_images(
     sample: Sample, here: np.ndarray, features: int, read: Callable[[int], np.ndarray], first_tiles: Sequence[int]
 ) -> tuple[Row, list[int]]:
-    """Return a sample with only those image tokens and tiles that a rank needs which processes some of its positions,
-    and the numbers of these tiles among all tiles of the sample. The sample's token ids and labels stay whole.
+    """Return what a rank needs of a sample if it processes only some positions of it: the sample with only the image
+    tokens at these positions and with their tiles, and the numbers of these tiles among all tiles of the sample. The
+    sample's token ids and labels stay whole.
 
     Args:
         here: whether the rank processes each position of the sample, bool [tokens].

@@ -28,7 +28,8 @@ class Outbox:
     """The memory files of one data worker. Each contains a step in transfer to the rank's process, or is empty."""
 
     def __init__(self, files: int):
-        """Raise OSError if the process has too many files open."""
+        """Create `files` empty memory files, which are closed when this object is deleted. Raise OSError if the process
+        has too many files open."""
         self.files: list[int] = []
         weakref.finalize(self, close, self.files).atexit = False  # not at exit: a thread may still be reading
         for _ in range(files):
@@ -41,6 +42,7 @@ class Outbox:
         size = 0
 
         def write(values: torch.Tensor) -> torch.Tensor:
+            """Write the bytes of a tensor to the file, and return a tensor of its shape on the meta device."""
             nonlocal size
             if values.nbytes:  # an empty tensor may have a stride of 0, and then no view as bytes
                 data = values.contiguous().flatten().view(torch.uint8)
@@ -75,6 +77,7 @@ class Sent:
         os.ftruncate(self.file, 0)
 
         def read(values: torch.Tensor) -> torch.Tensor:
+            """Return the next tensor of the memory, with the shape and dtype of a tensor on the meta device."""
             nonlocal begin
             tensor = memory[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
             begin += padded_size(values)

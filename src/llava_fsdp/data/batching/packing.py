@@ -68,7 +68,7 @@ def pack_step(
         count = rounded(count + 1)
     bins = world_size * count
     balance(place, work, tokens, np.arange(bins), most_tokens)
-    place = seats_of_bins(np.bincount(place, work, bins), world_size)[place]
+    place = seats_of_bins(np.bincount(place, work, bins), world_size)[place]  # now a bin is rank * count + micro-batch
     balance(place, work, tokens, np.arange(bins) // count, most_tokens)
     rows = [np.flatnonzero(place == number).tolist() for number in range(bins)]
     return [rows[rank * count : (rank + 1) * count] for rank in range(world_size)]

@@ -132,8 +132,8 @@ class Shuffle(EpochSampler):
         return self._drawn[number]
 
     def shared(self, number: int) -> np.ndarray:
-        """Return the order of epoch `number` as `drawn` does. That of a large epoch is drawn by one process of a
-        machine, and memory-mapped by the others."""
+        """Return the records of epoch `number` in order, as `drawn` computes them. For a large epoch, one process of a
+        machine does so and writes a file, which the others memory-map."""
         samples = self.samples_per_epoch
         if self.folder is None or samples < LARGE:
             return self.drawn(number)
@@ -144,6 +144,7 @@ class Shuffle(EpochSampler):
         )
 
     def drawn(self, number: int) -> np.ndarray:
+        """Compute the records of epoch `number` in a random order, int32 or int64 [samples_per_epoch]."""
         order = permutation(self.samples_per_epoch, "order", self.seed, number)
         if not self.shares:
             return order
@@ -208,8 +209,9 @@ def smallest_dtype(count: int) -> np.dtype:
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[SourceShare, ...]:
-    """Return the shares in the order of `sources`, from the number of records of each; empty without `data.sources`.
-    Raise ConfigError if a source has no record, or would contribute no sample to an epoch."""
+    """Return how many samples each data source contributes to an epoch, in the order of `sources`; empty without
+    `data.sources`. Raise ConfigError if a source has no record, or would contribute no sample. `counts`: number of
+    records of each source."""
     if not sources:
         return ()
     begins = itertools.accumulate(counts, initial=0)

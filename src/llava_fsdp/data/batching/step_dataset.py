@@ -93,9 +93,10 @@ class Steps(Dataset):
         }
 
     def __getitem__(self, step: int) -> Step | DataError:
+        """Return this rank's part of a step, or the DataError that was raised while it was prepared."""
         try:
             return self.prepare(step)
-        except DataError as error:  # returned: a raised one would reach the main process as text with a traceback
+        except DataError as error:  # a raised one would reach the main process as text with a traceback
             error.on_every_rank = False  # every rank reads its own samples
             return error
 
@@ -223,8 +224,8 @@ class Steps(Dataset):
             step,
             samples=len(chosen),
             tokens=int(records.lengths[chosen].sum()),
-            # The two samples of a pair do not attend to each other, and are about equally long. With one prompt for
-            # both, the answers are counted as if they did.
+            # Squared lengths. The two samples of a pair of answers do not attend to each other, and are about equally
+            # long: half of the square. With one prompt for both, they are counted as if they did.
             pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.copies_prompt),
             label_tokens=int(records.labels[chosen].sum()),
             images=int(records.images[chosen].sum()),

@@ -54,12 +54,16 @@ class TileInputs:
             ids: the token ids of the rows, int64 [rows, length]; IMAGE_ID at image tokens.
             seeds: dropout seed of each row; empty without dropout.
             tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles.
+
+        Returns:
+            Image inputs by their names in `Llava.forward`, such as `positions` (where the image tokens are), `rows`
+            (the index of each one's feature) and `tiles`, uint8.
         """
         per_tile, shown, firsts, begin = self.image_reader.tokens.features, [], list[int](), 0
         for sample, images in rows:
             counts = [len(tiles) * per_tile for tiles in images]
             for part in sample.parts[: 1 if sample.shared else None]:  # a shared prompt has all images
-                new = [0] * len(counts) if part is sample.rejected else counts
+                new = [0] * len(counts) if part is sample.rejected else counts  # it has the features of the chosen one
                 shown += zip(part.image_rows, new, strict=True)
                 firsts += [*itertools.accumulate(counts, initial=begin)][:-1]
             begin += sum(counts)

@@ -59,6 +59,8 @@ class WorkerStatus:
     """
 
     def __init__(self, workers: int = 0):
+        """Make shared memory for the process id, the step, and the name of the current record or image of each
+        worker."""
         self.pids = shared_array(ctypes.c_int64 * workers)
         self.steps = shared_array(ctypes.c_int64 * workers)
         self.steps[:] = [IDLE] * workers
@@ -127,13 +129,16 @@ class WatchedSteps(Dataset):
     to the rank's process through a memory file."""
 
     def __init__(self, steps: Dataset, status: WorkerStatus, prefetch: int):
-        """Raise OSError if the process has too many files open."""
+        """Open the memory files of all workers, enough for the `prefetch` steps that each prepares in advance. Raise
+        OSError if the process has too many files open."""
         self.steps = steps
         self.status = status
         # one more than is prefetched: the rank requests the next step before it has received this one
         self.outboxes = [Outbox(prefetch + 1) for _ in range(status.workers)] if HAS_MEMORY_FILES else []
 
     def __getitem__(self, step: int) -> object:
+        """Prepare a step. In a worker, note in `status` when this begins and ends, and return the step as it is sent
+        through a memory file (`Sent`)."""
         self.status.begin(step)
         prepared, worker = self.steps[step], get_worker_info()
         if isinstance(prepared, Step) and worker is not None and self.outboxes:
@@ -211,6 +216,7 @@ def end_workers_at_exit(arriving: Any) -> None:
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end_workers() -> None:
+        """Kill the workers, after shutting down the iterator if it still exists."""
         iterator = alive()
         if iterator is not None:
             iterator._shutdown_workers()  # as its destructor does

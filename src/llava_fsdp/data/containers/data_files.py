@@ -91,7 +91,8 @@ class DataFiles:
         return self.remote.get(url) or self._found[url]
 
     def _range(self, location: ImageLocation, file: RemoteFile) -> Range:
-        """Return the range of a remote file that must be read to get the image: its whole page if it is compressed."""
+        """Return the range of a remote file that must be read to get the image: its whole page if it is compressed. The
+        location of an image in a remote folder may go past the end of its file; the range does not."""
         if location.page is not None:
             return file, location.page.offset, location.page.packed
         size = (location if file.name in self.remote else without_excess(location, file)).size
@@ -123,6 +124,7 @@ class DataFiles:
 
     @cached_property
     def _ahead(self) -> ReadAhead:
+        """What reads the ranges of remote files: in advance, and through the cache on disk if there is one."""
         if self.cache is None or self.cache.gib == 0:
             return ReadAhead(RemoteStorage())
         return ReadAhead(RemoteStorage(), RangeCache(self.cache.folder, self.cache.gib))
@@ -158,7 +160,7 @@ class BlockReader:
         self.storage = storage
         self.file = file
         self.name, self.size = file.name, file.size
-        self._begin, self._block = 0, b""
+        self._begin, self._block = 0, b""  # offset and content of the block that was requested last
 
     def read(self, offset: int, size: int, /) -> bytes:
         """Return exactly `size` bytes from `offset`, out of the block that was requested last if it contains them."""

@@ -50,7 +50,7 @@ class LocalFile:
     """An open local file. Several threads and forked processes may read it at once."""
 
     def __init__(self, path: str | Path):
-        """Raise SourceError if the file cannot be opened, or is not a regular file."""
+        """Open a file. Raise SourceError if that fails, or if it is not a regular file."""
         self.name = str(path)
         with reading(Path(path)):
             # without O_NONBLOCK, opening a pipe would wait for a writer

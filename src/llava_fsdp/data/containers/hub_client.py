@@ -39,7 +39,8 @@ class HubClient:
     variables of huggingface_hub give the endpoint and the token."""
 
     def __init__(self, idle: float, in_flight: int):
-        """`in_flight` is not used: the hub's library allows more simultaneous requests than any caller makes."""
+        """`idle`: seconds without an answer after which a request fails. `in_flight`, the maximum number of requests at
+        once, is not used: the hub's library allows more than any caller makes."""
         from huggingface_hub import HfApi
 
         quiet_loggers("httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub")

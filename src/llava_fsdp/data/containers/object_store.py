@@ -184,9 +184,9 @@ class GsClient:
     listed object, which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Raise ConfigError if gcsfs is not installed. Without credentials this takes seconds, because gcsfs also asks
-        the metadata server of a virtual machine. `idle`: seconds after which gcsfs gives up a request. `in_flight` is
-        not used."""
+        """`idle`: seconds after which gcsfs gives up a request; `in_flight` is not used. Raise ConfigError if gcsfs is
+        not installed. Without credentials this takes seconds, because gcsfs also asks the metadata server of a virtual
+        machine."""
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -197,6 +197,7 @@ class GsClient:
         )
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
+        """List the files below a folder whose relative paths begin with `start`, as {path: file}."""
         bucket, key, _ = split_url(folder)
         listed = self._finish(lambda: self.fs._find(f"{bucket}/{key}", detail=True, prefix=start), seconds)
         return files_in_listing(folder, listed, lambda info: f"generation:{info['generation']}")
@@ -205,6 +206,7 @@ class GsClient:
         return check_folder(folder)
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
+        """Request the size and the generation (the number of the version) of an object."""
         bucket, key, _ = split_url(url)
         info = self._finish(lambda: self.fs._info(f"{bucket}/{key}"), seconds)
         if info["type"] != "file":

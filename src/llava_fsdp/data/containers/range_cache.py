@@ -46,8 +46,8 @@ class RangeCache:
     """LRU cache of byte ranges, in a folder of bounded size. The key of an entry is (content, offset, size)."""
 
     def __init__(self, folder: Path, gib: float):
-        """`gib`: maximum size of the folder in GiB; if runs with different sizes share it, the smallest holds. Raise
-        ConfigError if the folder cannot be written."""
+        """Create the folder of the cache if it does not exist. `gib`: maximum size of the folder in GiB; if runs with
+        different sizes share it, the smallest holds. Raise ConfigError if the folder cannot be written."""
         self.folder = folder
         self.bound = int(gib * 2**30)
         self.hits = self.misses = self.damaged = self.not_written = 0
@@ -151,7 +151,8 @@ class RangeCache:
     def _evict(self) -> int:
         """Delete the entries whose last use is longest ago, and unfinished ones of killed processes. Return the size of
         the rest."""
-        # first add up sizes by the second of last use: a list of many millions of entries takes too much memory
+        # First add up sizes by the second of last use: a list of many millions of entries takes too much memory. `last`
+        # is then the latest second from which entries must be deleted: all of earlier seconds are, and some from it
         used: Counter[int] = Counter()
         for _, status in self._entries():
             used[int(status.st_mtime)] += on_disk(status.st_size)

@@ -36,6 +36,7 @@ class PageCache:
         return data
 
     def put(self, file: str, page: Page, data: bytes) -> None:
+        """Add a page, unless it is larger than the cache, and drop the least recently used pages until all fit."""
         if len(data) > self.most_bytes or (file, page) in self.pages:
             return
         self.size += len(data)

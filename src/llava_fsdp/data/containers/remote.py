@@ -57,6 +57,8 @@ class RemoteStorage:
     """
 
     def __init__(self, deadline: float = 60.0, idle: float = 10.0, in_flight: int = 16):
+        """`deadline`: seconds within which a range must be read; `idle`: seconds without a byte after which a request
+        is repeated; `in_flight`: greatest number of simultaneous requests."""
         assert deadline > 0 and idle > 0 and in_flight > 0
         self.deadline = deadline
         self.idle = idle

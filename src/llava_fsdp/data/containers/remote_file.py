@@ -84,7 +84,8 @@ class Client(Protocol):
 
 
 def failure(status: int | None, detail: str) -> Failure:
-    """Return the Failure for an HTTP status; None if there was no answer."""
+    """Return the Failure to raise for a request that failed. `status`: the HTTP status of the answer; None: there was
+    no answer."""
     return Failure(
         KINDS_OF_STATUS.get(status or 0, RemoteAway), detail if status is None else f"HTTP {status} {detail}".rstrip()
     )

@@ -82,13 +82,14 @@ def png_ends_early(data: bytes) -> bool:
 
 
 def gif_ends_early(data: bytes) -> bool:
-    """Raise IndexError if the file ends before its trailer; return False if it does not, has an unknown block, or has
-    more blocks than are looked at."""
+    """Return False if a GIF has its trailer, has an unknown block, or has more blocks than are looked at. If it ends
+    before its trailer, reading past its end raises IndexError, which `ends_early` takes for True."""
 
     def behind_palette(at: int, flags: int) -> int:
         return at + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
 
     def behind_blocks(at: int) -> int:
+        """Return the offset behind the data blocks that begin at `at`, and count them."""
         nonlocal blocks
         while data[at] and blocks < most:
             blocks, at = blocks + 1, at + 1 + data[at]
@@ -129,6 +130,7 @@ def tiff_needs(data: bytes) -> int:
     """Return the smallest size in bytes of a TIFF file: the end of the last data to which the directory of its first
     image refers."""
     order, is_big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
+    # formats of an offset and of the number of entries; bytes of an entry, and of the values that fit into it
     offset, count, width, inline = ("Q", "Q", 20, 8) if is_big else ("I", "H", 12, 4)
     at = read_number(order + offset, data, 8 if is_big else 4)
     first_entry = at + struct.calcsize(order + count)

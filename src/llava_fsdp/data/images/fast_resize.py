@@ -70,7 +70,8 @@ def decode(file: Image.Image, least_shape: tuple[float, float], what: str) -> De
 def pad_and_resize(
     file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str
 ) -> Image.Image:
-    """Return a square with the resized image in its middle and padding of one colour around it."""
+    """Return a square of `size` pixels a side with the resized image in its middle and padding of one color around
+    it."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)

@@ -77,10 +77,11 @@ class ImageSource(ABC):
     @abstractmethod
     def count_tiles(self, record: Record, number: int, tokens: int = 0) -> int:
         """Return how much work an image or video is for the vision part: the number of tiles into which it is cut. A
-        model with a processor has no tiles; there the work is that of its tokens, and this is their number. Raise
-        ImageError if the image's size is needed and cannot be read.
+        model with a processor has no tiles: its work is counted in tokens, so `tokens` is returned. Raise ImageError if
+        the image's size is needed and cannot be read.
 
         Args:
+            number: index of the image or video in its record.
             tokens: number of tokens of the image or video.
         """
 
@@ -91,12 +92,14 @@ class ImageSource(ABC):
         Args:
             stored_height: height in pixels before turning by the EXIF orientation.
             num_images: number of images of its record.
+            what: names the image in the error.
         """
 
     @abstractmethod
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Read an image or a video by its name, as the model's image inputs are made from it: uint8 [tiles, 3, size,
-        size], or with a processor the image, uint8 [height, width, 3].
+        """Read an image or a video of a record, by its name, as the array from which the model's image inputs are made:
+        its tiles, uint8 [tiles, 3, size, size]; for a model with a processor the image itself, uint8 [height, width,
+        3].
 
         Raises:
             ImageError: the image cannot be read, has another size than was found before training, or the video is not
@@ -130,15 +133,16 @@ class ImageSource(ABC):
         return path
 
     def size(self, record: Record, number: int) -> Size:
-        """Return (width, height) in pixels of an image, after turning by the EXIF orientation, from the index or else
-        from the file."""
+        """Return (width, height) in pixels of the image with the index `number` in a record, after turning by the EXIF
+        orientation. It comes from the record's index or, if that does not have it, from the file."""
         if record.sizes is not None and min(record.sizes[number]) > 0:
             return record.sizes[number]
         return read_size(self.path(record, record.images[number]), record.where)
 
     def begin_reading(self, record: Record, name: str) -> tuple[ImageFile, set[Size]]:
-        """Report an image to `status` as the one that is being read, and raise ImageError if it is a link that is not
-        allowed. Return where it is, and the sizes that the index has of it, for which its tokens were counted."""
+        """Return the file of an image, and the sizes that the index has of it, for which its tokens were counted.
+        Before that, note the image in `status` as the one that is being read, and raise ImageError if it is a link that
+        is not allowed."""
         path = self.checked_path(record, name)
         if self.status is not None:
             self.status.at(record.where, path)

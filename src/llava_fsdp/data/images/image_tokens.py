@@ -88,7 +88,9 @@ class ImageTokens:
         return self.aspect is AspectRatio.anyres or (self.aspect is AspectRatio.anyres_max and images == 1)
 
     def of(self, size: Size | None, images: int) -> np.ndarray:
-        """Return the tokens of an image of a sample with `images` images. `size` is only used if `needs_size`."""
+        """Return the tokens of one image, one array element for each: the index of the vision feature that it is,
+        int64, or with anyres_max an element of dtype BLENDED (four indices and weights). `images`: number of images in
+        the sample; `size`: (width, height) in pixels, used only if `needs_size`."""
         if self.needs_size(images):
             assert size is not None, "the tokens of an image of several tiles depend on its size"
             return self.tokens_of_tiles(size)
@@ -96,9 +98,9 @@ class ImageTokens:
         return as_blended(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
     def of_video(self, frames: int) -> np.ndarray:
-        """Return the tokens of a video: for each of `frames` frames its grid of features, shrunk to half its width and
-        height (rounded up), and one for the vector that ends a line (transformers modeling_llava_onevision.py,
-        `get_video_features`)."""
+        """Return the tokens of a video, dtype BLENDED (indices and weights of four vision features): for each of
+        `frames` frames its grid of features, shrunk to half its width and height (rounded up), and at the end one for
+        the vector that ends a line (transformers modeling_llava_onevision.py, `get_video_features`)."""
         half = math.ceil(self.side / 2)
         grid = np.arange(self.side**2).reshape(self.side, self.side)
         grids = np.broadcast_to(shrink(grid, half, half), (frames, half, half)).copy()
@@ -106,8 +108,8 @@ class ImageTokens:
         return np.append(grids.reshape(-1), as_blended(np.array([NEWLINE_ROW])))
 
     def tokens_of_tiles(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles: first those of the whole image, then those of the grid
-        of tiles.
+        """Return the tokens of an image that is cut into tiles, as `of` does: first those of the whole image, which is
+        tile 0, then those of the grid of tiles.
 
         With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
         of the grid ends with NEWLINE_ROW, the index of the learned vector that ends a line.
@@ -233,8 +235,16 @@ def join_tokens(
 
 
 def needed_tiles(tokens: np.ndarray, features: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles of an image some of its tokens are made of, as ascending numbers, and these tokens with
-    indices among the features of these tiles alone. `features` is the number of features of a tile."""
+    """Find the tiles of an image that some of its tokens are made of.
+
+    Args:
+        tokens: the tokens, as indices of features of the image's tiles, or with dtype BLENDED.
+        features: number of features of a tile.
+
+    Returns:
+        (the numbers of these tiles in ascending order; the tokens, whose indices now count only the features of these
+        tiles)
+    """
     rows = tokens["row"] if tokens.dtype == BLENDED else tokens
     is_newline = rows == NEWLINE_ROW
     needed = np.unique(rows[~is_newline] // features)

@@ -133,6 +133,7 @@ class ImageReader(ImageSource):
 
     @property
     def fingerprint(self) -> str:
+        """Text that changes with every setting that affects pixel values or the order of vision features."""
         # data.pixels=fast was once called lean: checkpoints of that time must still resume
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         rule = self.tokens
@@ -169,8 +170,9 @@ class ImageReader(ImageSource):
         return self.tokens.needs_size(images)
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return the tokens of an image or video, one element for each, as `ImageTokens` makes them: the indices of its
-        features. Raise ImageError if the image's size is needed and cannot be read."""
+        """Return the tokens of an image or video, one array element for each: the index of the vision feature that the
+        token is, or with anyres_max the indices and weights of four (`ImageTokens`). Raise ImageError if the image's
+        size is needed and cannot be read. `number`: index of the image in its record."""
         if is_video(record.images[number]):
             return self.tokens.of_video(self.count_frames(record, number))
         images = record.num_images
@@ -268,7 +270,7 @@ def load_image(
         return load_fast(path, preprocessor, aspect, where)
     image = open_image(path, where, pixels)
     check_enlarged(image.size, preprocessor, aspect, f"{where}: {path}")
-    # a square of at most MISREAD pixels a side is padded below, because `misread` changes it
+    # the same pixels as padding and resizing below, but faster; not for tiny images, as `misread` may change the square
     if aspect is AspectRatio.pad and max(image.size) > MISREAD:
         return resize_padded(image, preprocessor)
     if aspect is AspectRatio.pad:

@@ -72,13 +72,13 @@ class VideoSampling:
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "VideoSampling | None":
-        """Return None if videos are not read."""
+        """Return the rule of a configuration; None if videos are not read: only anyres_max takes them."""
         is_read = cfg.trained_aspect is AspectRatio.anyres_max
         return cls.of_limits(cfg.video_fps, cfg.video_frames) if is_read else None
 
     @classmethod
     def of_limits(cls, fps: float | None, frames: int | None) -> "VideoSampling":
-        """Return the rule for the values of the two keys; None: LLaVA-NeXT's value."""
+        """Return the rule for values of `data.video_fps` and `data.video_frames`; None: LLaVA-NeXT's value."""
         return cls(cls.fps if fps is None else fps, cls.frames if frames is None else frames)
 
     def numbers(self, frames: int, rate: float) -> list[int]:
@@ -187,6 +187,7 @@ def video_digest(path: Path, where: str) -> int:
 
 
 def digest_of(file: BinaryIO) -> int:
+    """Return the xxh3 checksum of the bytes of an open file."""
     file.seek(0)
     digest = xxh3_64()
     for block in iter(partial(file.read, BLOCK), b""):
@@ -244,6 +245,7 @@ def refuse(name: str, *_: object) -> BinaryIO:
 
 
 def check_frame(width: int, height: int, path: Path, where: str) -> None:
+    """Raise ImageError if the frames of a video have more than MAX_PIXELS."""
     if width * height > MAX_PIXELS:
         raise ImageError(
             f"{where}: video {path} has frames of {width} x {height} pixels, over the limit of {MAX_PIXELS}; make it "
@@ -263,7 +265,8 @@ def check_work(frames: int, width: int, height: int, path: Path, where: str) -> 
 
 
 def read_timeline(container: Any, stream: Any) -> Timeline:
-    """Read the times of the frames from the packets of a stream, without decoding them."""
+    """Read the times of the frames from the packets of a stream, without decoding them. Raise NoFrameError if there is
+    no key frame, or if the packets have far more bytes than the file."""
     found, keys, left = array("q"), list[tuple[int, int]](), 2 * container.size + BLOCK
     for packet in container.demux(stream):  # one at a time: together, packets may be larger than their file
         left -= packet.size

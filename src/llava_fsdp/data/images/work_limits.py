@@ -296,6 +296,7 @@ def check_tiff(data: bytes) -> None:
     """Raise TooMuchWork if the directories that Pillow reads, of a TIFF file or EXIF data, have too much in them."""
     order, total = "<" if data.startswith(b"II") else ">", Total()
     for is_big in {data[2] == 43, data.startswith(BIG_TIFF)}:  # as Pillow and as libtiff decide
+        # offsets of the directories to read, and of those that were read
         places, places_read = [read_number(order + ("Q" if is_big else "I"), data, 8 if is_big else 4)], set()
         while places:
             place = places.pop()
@@ -352,7 +353,8 @@ def check_directory(data: bytes, entries: Iterable[Field], order: str, total: To
 
 
 def fields(data: bytes, order: str, is_big: bool, place: int) -> Iterator[Field]:
-    """Yield the entries of a TIFF directory at `place`. A BigTIFF (`is_big`) has offsets of 8 bytes."""
+    """Yield the entries of a TIFF directory at the offset `place`. An entry has its values in itself or, if they do not
+    fit, their offset (`is_far`). `order`: byte order, as for `struct`; a BigTIFF (`is_big`) has offsets of 8 bytes."""
     form = order + ("HHQ" if is_big else "HHI")
     inline, width = (8, 20) if is_big else (4, 12)
     count = read_number(order + ("Q" if is_big else "H"), data, place)

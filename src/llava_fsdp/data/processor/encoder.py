@@ -118,6 +118,7 @@ class ProcessorEncoder(AnswerEncoder):
         order = image_order(segments, len(names))
         shapes = tuple(shapes[n] for n in order)
         texts = dict(zip(order, self.expanded(shapes, where), strict=True))
+        # the segments, with what the processor writes in the place of each placeholder
         shown = [own if own.image is None else Segment(texts[own.image], False, image=own.image) for own in segments]
         form, special = self.template, self.special_tokens
         adds_bos = form.adds_bos or self.adds_bos(segments)
@@ -144,7 +145,8 @@ class ProcessorEncoder(AnswerEncoder):
         )
 
     def adds_bos(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the tokenizer puts its BOS token before a text, as the template does not."""
+        """Return whether the BOS token must be put before the segments: the tokenizer has one, and the text that the
+        template has written does not begin with it."""
         bos = self.tokenizer.bos
         text = next((own.text for own in segments if own.text), "")
         return bos is not None and not text.startswith(self.tokenizer.name(bos) or "\0")
@@ -175,15 +177,17 @@ class ProcessorEncoder(AnswerEncoder):
         last = max((n for n, own in enumerate(segments) if own.begins_answer and own.supervised), default=0)
         places = [self.placeholder(shape) for shape in shapes]
         texts = split_at_images(segments[:last] if made.is_apart else segments, places)
+        # whether the processor makes the ids of the sample from these texts
         is_whole = not made.hides_special and len(texts) == len(made.image_spans) + 1
-        if not is_whole:  # the processor would make other ids of these texts: it gets the placeholders alone
+        if not is_whole:  # it gets the placeholders alone
             texts = ["", *places]
         is_prompt = made.is_apart and is_whole
         return ProcessorText(tuple(texts), made.image_spans, shapes, is_image, is_whole, is_prompt, where)
 
     def expanded(self, shapes: Sequence[Shape], where: str) -> list[str]:
         """Return the text that the processor puts in the place of each image and video of a sample. Raise DataError if
-        it cannot prepare them, or together writes other tokens for an image than for images of its size alone."""
+        it cannot prepare them, if it writes different texts for images of one size, or if the text of a video depends
+        on the other videos."""
         clips = tuple(own for own in shapes if isinstance(own, Clip))
         if clips and len(clips) < len(shapes) and self.processor.shares_tokens:
             raise DataError(
@@ -197,7 +201,7 @@ class ProcessorEncoder(AnswerEncoder):
 
     def of_image(self, size: Size, count: int, where: str) -> str:
         """Return the text that the processor puts in the place of an image of a sample with `count` images. Raise
-        DataError if it fails, or writes another text for each."""
+        DataError if it fails, or if it writes different texts for `count` images of this size."""
         known = self.expansions.get((size, count))
         if known is None:
             own, *others = self.expand([size] * count, where)
@@ -212,8 +216,8 @@ class ProcessorEncoder(AnswerEncoder):
 
     def of_videos(self, clips: tuple[Clip, ...], where: str) -> tuple[str, ...]:
         """Return the texts that the processor puts in the places of all videos of a sample. Raise DataError if it
-        fails, or writes of a video what another one beside it has: an answer before that would be learnt with another
-        prompt than a model gets."""
+        fails, or if the text of a video depends on the videos beside it: an answer between two videos would be trained
+        with a text that depends on the second one, which a model has not got when it answers."""
         known = self.expansions.get(clips)
         if known is None:
             texts = self.expand(clips, where)
@@ -230,13 +234,15 @@ class ProcessorEncoder(AnswerEncoder):
         return known
 
     def remembered(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Return texts as they are put into `expansions`, which are emptied if they are full."""
+        """Return texts in the form in which `expansions` keeps them: equal texts are one object. If `expansions` is
+        full, it is emptied before."""
         if len(self.expansions) >= MOST_EXPANSIONS:
             self.expansions.clear()
-        return tuple(map(sys.intern, texts))  # equal texts are one
+        return tuple(map(sys.intern, texts))
 
     def expand(self, shapes: Sequence[Shape], where: str) -> list[str]:
-        """Run the processor. Raises DataError if it fails."""
+        """Return the text that the processor puts in the place of each image or video, by running it. Raise DataError
+        if it fails."""
         try:
             return self.processor.expand([self.placeholder(own) for own in shapes], shapes)
         except FAILURES as error:
@@ -248,9 +254,10 @@ class ProcessorEncoder(AnswerEncoder):
             ) from error
 
     def blanks(self, has_videos: bool) -> dict[str, Row]:
-        """Return samples of one black image, or one black video, without labels, by the kinds of media that a rank has
-        not which trains on it (`ProcessorImages.blanks`). So the vision part runs on each rank, and equally often: once
-        for images, and once for videos, unless these are the same inputs of the model.
+        """Return blank samples, which have one black image or one black video, and no labels: {letters of kinds of
+        media: the sample that a micro-batch without media of these kinds gets} (`ProcessorImages.blanks`). With them,
+        the vision part runs on each rank, and equally often: once for images, and once for videos, unless a model's
+        tokens of videos are those of images.
 
         Args:
             has_videos: whether the dataset has videos.
@@ -265,8 +272,9 @@ class ProcessorEncoder(AnswerEncoder):
         return {IMAGE: image, VIDEO: self.smallest(clips)}
 
     def smallest(self, shapes: Sequence[Shape]) -> Row:
-        """Return a sample without labels of that black image or video that has the fewest tokens, and its values. Those
-        that the processor cannot prepare are left out."""
+        """Return the sample with the fewest tokens among those of one black image or video of each shape, and its pixel
+        values. It has no labels. Shapes that the processor cannot prepare are left out; if it can prepare none, raise
+        DataError."""
         made: list[tuple[Sample, Shape]] = []
         for shape in shapes:
             name, segment = "blank", Segment(self.placeholder(shape), False, image=0)

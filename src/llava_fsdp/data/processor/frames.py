@@ -68,7 +68,8 @@ class ProcessorFrames:
         raise ValueError("the processor does not read a video")
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers of the used frames; see `FrameChoice`."""
+        """Return the numbers, from 0, of the frames that are used of a video with `frames` frames, `rate` a second, in
+        ascending order. Raise NoFrameError if the processor fails, or chooses none or in another order."""
         from transformers.video_utils import VideoMetadata
 
         metadata = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
@@ -89,7 +90,7 @@ def open_frames(
     template: ChatTemplate, processor: Processor, fps: float | None, most: int | None
 ) -> ProcessorFrames | None:
     """Return what selects the frames of videos; None, with a message in the log, if the model's processor or its chat
-    template takes no videos, or none of unlike lengths in one call.
+    template takes no videos, or if the processor cannot prepare videos of unlike lengths together.
 
     Args:
         fps, most: the values of `data.video_fps` and `data.video_frames`.
@@ -100,7 +101,7 @@ def open_frames(
     try:
         if template.placeholders[VIDEO] == NO_VIDEO:
             raise ValueError("its chat template writes no text of its own for a video")
-        _ = processor.needs, frames.rule
+        _ = processor.needs, frames.rule  # computed now, so that a failure is noticed here
     except FAILURES as error:
         log().info("%s: no videos are read: %s", processor.folder, " ".join(str(error).split())[:200])
         return None

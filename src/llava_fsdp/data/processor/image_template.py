@@ -46,6 +46,7 @@ def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTe
 def learn_placeholder(template: ChatTemplate, kind: str) -> str:
     """Return the text that a template writes for an image or a video, without white space around it: what a second one
     adds to the text before a question. Raise Unfit if that is nothing."""
+    # conversations of a question, with one or two images or videos before its text, and an answer
     (_, one), (_, two) = template.marked(f"h{kind}tg"), template.marked(f"h{kind}{kind}tg")
     single, double = one[0], two[0]
     same = next((n for n, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))

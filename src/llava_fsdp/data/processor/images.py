@@ -75,8 +75,9 @@ class ProcessorImages(ImageSource):
         """Do nothing: the encoder asks the processor about each size."""
 
     def shape(self, record: Record, number: int) -> Shape:
-        """Return what the tokens of an image or a video depend on, from the index or else from the file. Raise
-        ImageError if the file cannot be read."""
+        """Return what the tokens of the image or video with the index `number` in a record depend on: the size of an
+        image, or a Clip. It comes from the record's index or else from the file. Raise ImageError if the file cannot be
+        read."""
         name = record.images[number]
         if not is_video(name):
             return self.size(record, number)
@@ -110,6 +111,8 @@ class ProcessorImages(ImageSource):
         return self.sampling
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
+        """Read an image of a record, uint8 [height, width, 3], or the used frames of a video, uint8 [frames, height,
+        width, 3]. Raise ImageError if it cannot be read, or has changed since the dataset was examined."""
         path, sizes = self.begin_reading(record, name)
         made = self.load(path, record.where, record.num_images, sizes)
         if is_video(name) and record.frames is not None:
@@ -124,6 +127,8 @@ class ProcessorImages(ImageSource):
         return made
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
+        """Read an image file or a video, like `tiles`. `sizes`: the sizes for which its tokens were counted; another
+        size is refused. `num_images` is not used."""
         if isinstance(path, Path) and is_video(path):
             what = f"{where}: video {path}"
             frames = stacked(read_frames(path, where, self.chosen(where).numbers), what)

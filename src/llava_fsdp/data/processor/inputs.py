@@ -52,8 +52,10 @@ class ProcessorInputs:
         seeds: Sequence[int] = (),
         tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Prepare the images of a micro-batch with one call of the processor; empty without images. Each answer of a
-        pair has images of its own, because a class finds the features of a row by the order of their tokens.
+        """Prepare the images of a micro-batch with one call of the processor. Return the inputs of the vision part, and
+        what the model needs of each token (types, and position ids) in the shape of `ids`, by name; empty without
+        images. If both answers of a pair have the image tokens, the images are given twice, because the model's class
+        assigns features to the tokens of a row by their order.
 
         Args:
             rows: the samples, after `completed`.
@@ -63,7 +65,8 @@ class ProcessorInputs:
         Raises:
             DataError: the processor makes other token ids of a sample than it has, or fails.
         """
-        # how many tokens the row lacks of an answer: it shares them, and their images, with the answer before it
+        # for each answer, how many of its first tokens are not repeated in the row: those, with all images, that it
+        # shares with the answer before it
         lacking = [own.shared * n for own, _ in rows for n in range(len(own.answers))]
         rows = [(part, images) for sample, images in rows for part in sample.answers]
         shown = [row for row, count in zip(rows, lacking, strict=True) if row[1] and not count]
@@ -123,7 +126,9 @@ class ProcessorInputs:
         return made
 
     def call(self, shown: list[Row]) -> Processed:
+        """Call the processor with the texts, images and videos of some samples. Raise DataError if it fails."""
         texts = [text_of(sample) for sample, _ in shown]
+        # without the text behind images that truncation has cut off
         whole = ["".join(text.texts[: len(media) + 1]) for text, (_, media) in zip(texts, shown, strict=True)]
         images = [[Image.fromarray(own) for own in media if kind_of(own) == IMAGE] for _, media in shown]
         videos = [
@@ -180,7 +185,7 @@ class ProcessorInputs:
         found = []
         for (sample, _), own, is_shared, sample_types in zip(rows, kinds, lacking, types, strict=True):
             counts = Counter(own)
-            first -= counts if is_shared else Counter()
+            first -= counts if is_shared else Counter()  # its images are again those of the sample before
             sizes = {
                 name: values[first[kind] : first[kind] + counts[kind]]
                 for name, values in made.pixels.items()

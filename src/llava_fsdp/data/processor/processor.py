@@ -178,6 +178,8 @@ class Processor:
         return self.expanded(placeholders, shapes, self.needs if has_videos else VideoNeeds.shape)
 
     def expanded(self, placeholders: Sequence[str], shapes: Sequence[Shape], needs: VideoNeeds) -> list[str]:
+        """Return what the processor writes in the place of each placeholder, as `expand` does. `needs`: what it is
+        given of videos."""
         images = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
         videos = [(frames_of(own, needs), own) for own in shapes if isinstance(own, Clip)]
         self([MARK.join(placeholders)], [images], videos)
@@ -201,8 +203,8 @@ class Processor:
         images: Sequence[Sequence[Image.Image]],
         videos: Sequence[tuple[torch.Tensor, Clip]] = (),
     ) -> Processed:
-        """Prepare the texts, images and videos of some samples, each with at least one of both. All texts get the
-        tokenizer's special tokens, or none, as `adds_special` says of the first one.
+        """Prepare the texts, images and videos of some samples, each with at least one image or video. All texts get
+        the tokenizer's special tokens, or none, as `adds_special` says of the first one.
 
         Args:
             images: the images of each sample.

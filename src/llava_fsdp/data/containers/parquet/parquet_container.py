@@ -98,7 +98,7 @@ class GroupLocations:
         return [self.location(index) for index in range(self.first[row], self.first[row + 1])]
 
     def count(self, row: int) -> tuple[int, int]:
-        """Return the number of images and the number of nulls of a row."""
+        """Return (number of images, number of nulls) of a row, whose column has a list of images."""
         sizes = self.values.size[self.first[row] : self.first[row + 1]]
         images = int(np.count_nonzero(sizes >= 0))
         return images, len(sizes) - images
@@ -137,7 +137,7 @@ class ParquetContainer:
         return EXPANSION * max(LEAST_SIZE, self.reader.size)
 
     def check_rows(self) -> None:
-        """Raise DataError if the file claims more rows than records of its size can be."""
+        """Raise DataError if the file is too small for the number of rows that it claims, unless all rows are equal."""
         rows, most = sum(self.rows(group) for group in range(self.groups)), ROWS_PER_BYTE * self.reader.size
         if rows > max(ROWS_FREE, most):
             self.footer.refuse(
@@ -145,8 +145,8 @@ class ParquetContainer:
             )
 
     def check_values(self, path: str, group: int, value_bytes: int) -> Chunk:
-        """Return a column chunk. Raise DataError if its values, of `value_bytes` bytes of memory, would take more than
-        a file of this size may."""
+        """Return the chunk of a leaf column in a row group. Raise DataError if it claims more values than a file of
+        this size may have, at `value_bytes` bytes of memory for each."""
         chunk = self.footer.chunk(path, group)
         if chunk.values * value_bytes > self.most_bytes:
             chunk.refuse(f"it claims {chunk.values:,} values in a file of {self.reader.size:,} bytes", SPELL_OUT)

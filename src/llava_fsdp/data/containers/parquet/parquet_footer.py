@@ -103,7 +103,8 @@ class Footer:
         encrypted or in another file."""
         leaf = self.leaves[path]
         try:
-            # numbers of fields: RowGroup, ColumnChunk (`column`) and ColumnMetaData (`meta`) in parquet.thrift
+            # numbers of fields: RowGroup, ColumnChunk (`column`) and ColumnMetaData (`meta`) in parquet.thrift; in
+            # `meta`, 9 and 11 are the offsets of the first data page and of the dictionary page, and 7 the size of all
             columns = structs(self.groups[group], 1)
             if len(columns) != len(self.leaves):
                 raise Malformed(f"{len(columns)} columns instead of {len(self.leaves)}")

@@ -39,6 +39,7 @@ class Cursor:
         return self.data[self.at - size : self.at]
 
     def byte(self) -> int:
+        """Read one byte; raise EndsEarly if none is left."""
         if self.at >= len(self.data):
             raise EndsEarly("a byte expected, none is left")
         self.at += 1

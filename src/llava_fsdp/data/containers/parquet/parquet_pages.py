@@ -96,7 +96,8 @@ def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
 
 
 def page_header(chunk: Chunk, at: int) -> PageHeader:
-    """Read the page header at an offset of the file; raise Malformed if it contradicts the column."""
+    """Read the page header at byte `at` of the file. Raise Malformed if it contradicts itself, or the compression or
+    the end of its column chunk."""
     cursor, fields = read_struct(chunk, at)  # numbers of fields are those of PageHeader in parquet.thrift
     body = at + cursor.at
     kind, unpacked, packed = (number_of(fields, field) for field in (1, 2, 3))
@@ -133,7 +134,8 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
-    """Read the Thrift struct at byte `at` of the file. Return a cursor after it, and {field number: value}."""
+    """Read the Thrift struct at byte `at` of the file. Return a cursor after it, and {field number: value}. Its size is
+    not known before: it is read with one of HEADER_SIZES after the other, until it is complete."""
     for size in HEADER_SIZES:
         size = min(size, chunk.end - at)
         cursor = Cursor(chunk.file.read(at, size))
