@@ -150,6 +150,7 @@ class RunController(RunEvents):
         if Votes(lost=self.is_lost()).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
+        # `forgiven`: error of a failed last save that did not end the run, with checkpoint.on_save_error=warn
         lost_save, self.saver = self.saver.forgiven, None
         if lost_save is not None and not self.cfg.export.enabled:
             raise CheckpointError(

@@ -12,7 +12,7 @@ class Timeouts(RunEvents):
     weights are loaded and kernels compiled."""
 
     def __init__(self, meshes: Meshes, seconds: int, watchdog: Watchdog):
-        """Prepare the shorter timeout."""
+        """Prepare a timeout of `seconds` for collectives, which is set after the first step; before, it is longer."""
         self.meshes = meshes
         self.seconds = seconds
         self.watchdog = watchdog

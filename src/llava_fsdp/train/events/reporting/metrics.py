@@ -80,7 +80,8 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 def pair_columns(numbers: PairNumbers | None) -> dict[str, Any]:
-    """Return what is reported of pairs, beside their loss, as columns of a row; none if there are no pairs."""
+    """Return the means over preference pairs, except that of their loss, as columns of a row; {} if there are no
+    pairs."""
     if numbers is None:
         return {}
     values = asdict(numbers)

@@ -26,6 +26,8 @@ class SkippedRecords(StepReport):
             begin_skipped_records(self.rows.path, first_step, left_out)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
+        """Write a row for each record that the step skipped, with a warning in the log, and for each that has no
+        label."""
         for sample in result.facts.skipped:
             skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
             self.rows.add(skipped)
