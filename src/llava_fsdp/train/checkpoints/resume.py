@@ -337,8 +337,8 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with which a checkpoint was written, as dotted key -> value. `config`: entry `config` of its
     `state.json`, which may have older names of keys, and lack keys that were added later."""
-    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, and learnt
-    # the empty thought of a chat template
+    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, and trained
+    # on the empty thought of a chat template
     added = {
         "model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())},
         "data": {

@@ -20,7 +20,7 @@ from llava_fsdp.config import PairForm, PrefConfig
 
 @dataclass(frozen=True)
 class Answers:
-    """Log-probabilities of the answers of a micro-batch. The two answers of a pair are neighbours, the chosen one
+    """Log-probabilities of the answers of a micro-batch. The two answers of a pair are neighbors, the chosen one
     first."""
 
     sums: torch.Tensor
