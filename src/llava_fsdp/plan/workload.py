@@ -170,6 +170,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
     """
+    # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     splits: dict[MicroBatchSizes, list[MicroBatchSizes]] = {}
@@ -196,6 +197,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatchSizes]:
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
+    # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:

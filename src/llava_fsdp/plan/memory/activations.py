@@ -450,6 +450,6 @@ def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int,
             names = {f"{stack}.{own}": f"{stack}.{own + number}" for own in range(first, measured - 1)}
             deep += [s.shifted(shift, names.get(s.block, s.block)) for s in one_pass[begin:end]]
             shift += growth
-        shift -= growth
+        shift -= growth  # one of the repetitions is the measured one itself
         deep += [s.shifted(shift, last.get(s.block, s.block)) for s in one_pass[end:]]
     return deep

@@ -46,7 +46,8 @@ class RunController(RunEvents):
         watchdog: Watchdog,
         dir_lock: RunDirLock | None = None,
     ):
-        """Create the controller.
+        """Create the controller, which saves checkpoints when they are due, and saves or stops when a user or scheduler
+        asks.
 
         Args:
             saver: None if no step is left to do.

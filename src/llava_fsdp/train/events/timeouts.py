@@ -19,6 +19,7 @@ class Timeouts(RunEvents):
         self.is_short = False
 
     def after_step(self, result: StepResult) -> None:
+        """Set the timeout after the first step of this process, for collectives and for the watchdog."""
         if not self.is_short:
             ranks.set_timeout(self.meshes, self.seconds)
             self.watchdog.limit = self.seconds

@@ -15,7 +15,8 @@ class PeakMeter:
     the reserved memory, on a CPU the resident memory without mapped files (such as the code of libraries)."""
 
     def __init__(self, device: torch.device):
-        """Begin to measure. Unused memory is given back first, so that it does not count."""
+        """Begin to measure the peak memory of this process on `device`. Unused memory is given back first, so that it
+        does not count."""
         self.device = device
         gc.collect()
         if device.type == "cuda":

@@ -25,7 +25,7 @@ class MetricsFile(StepReport):
     """Appends the row of each step to `metrics.jsonl`."""
 
     def __init__(self, folder: Path, first_step: int):
-        """Open the file and drop the rows of steps after `first_step`, at which this start of the run begins."""
+        """Open `metrics.jsonl` and drop the rows of steps after `first_step`, at which this start of the run begins."""
         self.rows = RowWriter(folder / METRICS_FILE)
         with storage_errors(folder):
             drop_later_rows(self.rows.path, first_step)

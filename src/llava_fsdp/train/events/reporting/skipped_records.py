@@ -19,8 +19,8 @@ class SkippedRecords(StepReport):
     each that is skipped."""
 
     def __init__(self, folder: Path, first_step: int, left_out: Iterable[dict[str, Any]] = ()):
-        """Begin the file anew, without rows of steps after `first_step`, which are repeated, and with the records
-        `left_out`, which were skipped before training."""
+        """Begin `skipped_records.jsonl` anew: with the records `left_out`, which were skipped before training, and the
+        present rows of steps up to `first_step`. Later steps are repeated."""
         self.rows = RowWriter(folder / SKIPPED_FILE)
         with storage_errors(folder):
             begin_skipped_records(self.rows.path, first_step, left_out)
