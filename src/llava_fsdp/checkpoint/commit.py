@@ -94,7 +94,8 @@ class Committer:
     """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint and return its folder. Collective.
+        """Write one checkpoint and return its folder. Collective. (`reached_point` is for tests, which end the process
+        there.)
 
         Args:
             facts: the content of `state.json`: all state except tensors, including `step`.
@@ -146,8 +147,9 @@ class Committer:
     def complete(
         self, staged: Path, target: Path, facts: dict[str, Any], digests_and_entries: list[tuple[Digest, Entries]]
     ) -> None:
-        """Write all files of a checkpoint except the ranks' tensor files, and rename its folder to its final name.
-        Called on rank 0.
+        """Write all files of a checkpoint except the ranks' tensor files into the temporary folder `staged`, rename it
+        to its final name `target`, and delete old checkpoints. Called on rank 0. (`reached_point` is for tests, which
+        end the process there.)
 
         `digests_and_entries` has, for each rank, the digest of its tensor file, and what the manifest records of the
         tensors in this file.

@@ -63,7 +63,7 @@ class TensorEntry:
         return rows.columns or (0, self.shape[1] if len(self.shape) > 1 else 1)
 
     def shape_of(self, rows: RowRange) -> tuple[int, ...]:
-        """Return the shape of a range of rows in its file."""
+        """Return the shape of the values that a file has for a range of rows of this tensor, of some columns or all."""
         if not self.shape:
             return ()
         columns = () if len(self.shape) == 1 else (self.columns_of(rows)[1] - self.columns_of(rows)[0],)
@@ -86,7 +86,8 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """Format a manifest. Raises CheckpointError if a row of a tensor is missing or listed twice."""
+    """Return a manifest as the bytes of its JSON file. Raises CheckpointError if a row of a tensor is missing or listed
+    twice."""
     for name, entry in manifest.tensors.items():
         require_coverage(name, entry)
     values = {

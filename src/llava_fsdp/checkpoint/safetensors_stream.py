@@ -135,6 +135,7 @@ def begin_writing(descriptor: int, begin: int, length: int) -> None:
     """Ask the kernel to start writing the bytes [begin, begin + length) of a file to the disk in the background. Does
     nothing if the operating system has no such call."""
     if hasattr(os, "posix_fadvise"):
+        # the kernel can drop pages from its cache only when they are written
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
 

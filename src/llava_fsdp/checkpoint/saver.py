@@ -112,7 +112,8 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that saving a checkpoint has failed. Ranks may find this out at different times."""
+        """Whether a save has failed, as far as this rank knows, so that the run must end. Ranks may learn this at
+        different times."""
         if self.error is not None:
             return True
         save = self.current_save
@@ -154,8 +155,8 @@ class Saver:
             self.snapshot.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete or has failed. An error is recorded and not
-        raised."""
+        """Wait until the checkpoint that is being written is complete or has failed. An error is not raised but
+        recorded: in `error` if it must end the run, else in `forgiven`."""
         if self.current_save is None:
             return
         error = self.current_save.exception()

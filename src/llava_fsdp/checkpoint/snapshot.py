@@ -59,7 +59,8 @@ class Snapshot:
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """Mark the tensors as ready to be copied. They must not change until `wait` returns."""
+        """Mark the present values of the tensors as those that `fill` copies. They must not change until `wait`
+        returns."""
         self.copy_queued.clear()
         if self.last_update is not None:
             self.last_update.record()

@@ -194,7 +194,8 @@ def chooses_size(cfg: PlanConfig) -> bool:
 
 
 def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[..., Ways]) -> Planned:
-    """Return the fastest way to train on `world_size` GPUs; `known`: the fastest one on all GPUs of `cfg`.
+    """Return the fastest way to train on `world_size` GPUs. `known`: the fastest one on all GPUs of `cfg`, which is not
+    searched again; `ways`: returns all ways to train with one layout of ranks (`MadePlan.ways`).
 
     Raises:
         ConfigError: no layout of so many ranks is possible.

@@ -178,8 +178,9 @@ class Planner:
         """Build the model on the meta device, and count its weights and FLOPs.
 
         Args:
-            samples: None: read from the dataset's report or, without one, LLaVA's means.
-            parts: None: read from the folders that `cfg` names, or from this package.
+            samples: mean sizes of samples; None: read from the dataset's report or, without one, those of LLaVA's data.
+            parts: configurations of the model's parts; None: read from the folders that `cfg` names, or from this
+                package.
         """
         cfg, _ = settle_precision(cfg, [machine.has_bf16], machine.device)
         self.cfg = cfg
@@ -397,8 +398,8 @@ class Planner:
         return self.cached(key, lambda: self.make_groups(recomputes))
 
     def make_groups(self, recomputes: bool) -> list[Group]:
-        """Return what each group of the pipeline has of the model. `recomputes`: activations are recomputed in the
-        backward pass."""
+        """Return, for each group of ranks of the pipeline, its part of the model; without a pipeline, one group that
+        has all of it. `recomputes`: activations are recomputed in the backward pass."""
         parallel = self.cfg.parallel
         if parallel.pipeline == 1:
             blocks = range(self.parts.language.num_hidden_layers)
@@ -482,9 +483,10 @@ class Planner:
         Args:
             ranks: numbers of ranks that hold the same part of the model.
             rank: index of the rank among them.
+            group: the rank's part of the model.
             padded: whether to count the padding of shards, too.
         """
-        # of a divided model, a single rank that holds a part uses FSDP, too
+        # if the model is divided, a rank uses FSDP even if no other rank holds the same part
         divided = self.tensor > 1 or self.cfg.parallel.pipeline > 1
 
         def compute() -> Bytes:
@@ -514,14 +516,14 @@ class Planner:
         )
 
     def ranks_of_same_part(self, ranks: RankCounts) -> RankCounts:
-        """Return the numbers of those ranks that hold the same part of the model as one rank: the same stages, and the
-        same parts of their layers. `node_size` counts them on a node, `shard_size` those that shard together."""
+        """Return how many ranks hold the same part of the model as one rank does (the same stages, and the same parts
+        of their layers): in all, in a group that shards together, and on a node."""
         layout = RankLayout(self.cfg.parallel, ranks.world_size)
         copies, node = layout.num_copies, layout.shard_size(None, ranks.node_size)
         return RankCounts(copies, min(ranks.shard_size, copies), node)
 
     def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, idle_spread: int | None = None) -> float:
-        """Predict the seconds of a step; the memory that it takes is not predicted.
+        """Predict the seconds of a step, without predicting the memory that it needs.
 
         Args:
             micros: the micro-batches that a rank runs in the step.
@@ -606,8 +608,9 @@ class Planner:
         rank: int,
         group: Group,
     ) -> Ledger:
-        """Simulate the device memory of a rank in a step with a pipeline. Of long steps, only a part is simulated that
-        has the peak: the consecutive micro-batches with the most tokens. The arguments are those of `simulate`."""
+        """Simulate the device memory of a rank in a step with a pipeline. If a step has many micro-batches, only the
+        consecutive ones with the most tokens are simulated, among which is the peak. The arguments are those of
+        `simulate`."""
         parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
         # as many micro-batches as fill the pipeline twice
         most = parallel.num_micro_batches(2 * parallel.num_stages)
@@ -872,8 +875,9 @@ class Planner:
 
 
 def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]:
-    """Return how many trainable parameters a rank has when FSDP has gathered them, and how many it updates. FSDP shards
-    weights over `shards` ranks, but for experts that ranks share."""
+    """Return (the number of trainable parameters that a rank has when FSDP has gathered them, the number that it
+    updates). `shards`: number of ranks over which FSDP shards weights; experts that ranks share have their own
+    number."""
     trained = [weight for weight in weights if weight.trainable]
     return sum(w.gathered for w in trained), sum(w.gathered / w.own_shards(shards) for w in trained)
 

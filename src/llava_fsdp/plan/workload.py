@@ -102,7 +102,7 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     each = tokens_of_a_tile(tiles, counts[1], rule)
     labels, source = sums["label_tokens"] / kept, f"{kept:,} samples of {path}"
     own_tiles, own_tokens = tiles_and_tokens_of_photo(rule)
-    # truncated samples may lack some image tokens
+    # a small difference does not count: truncated samples may lack some image tokens
     if tiles and not rule.needs_size(1) and not math.isclose(each, own_tokens / own_tiles, rel_tol=0.05):
         mean += (own_tokens / own_tiles - each) * tiles / kept
         source += f", prepared with {each:.3g} tokens an image and corrected"
@@ -111,9 +111,9 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | None) -> float:
-    """Return the mean number of tokens for each image tile of a dataset with so many in all; without image tokens, or
-    if their number is unknown, that of an image of the size `PHOTO`. A model without such a rule has no tiles, and
-    each image token counts as one."""
+    """Return the mean number of tokens of an image tile in a dataset with `tiles` tiles and `image_tokens` image tokens
+    in all; if it has none, or their number is unknown, that of an image of the size `PHOTO`. `rule`: how the model
+    makes tokens of an image; None: it has no tiles, and each image token counts as one."""
     if rule is None:
         return 1.0
     if not tiles or not image_tokens:
@@ -170,6 +170,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
     """
+    # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     splits: dict[MicroBatchSizes, list[MicroBatchSizes]] = {}
@@ -196,6 +197,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatchSizes]:
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
+    # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:

@@ -127,7 +127,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
     """Return the end of an error message about an export that was written into `staged` and refused, so that it does
     not get its name `final`: where its files and the trained weights are, and the command that writes the export from
-    the last checkpoint without comparing it. The command has no `dtype` if it does not know that of `export.dtype`."""
+    the last checkpoint without comparing it. The command has no `dtype` if it does not support that of
+    `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
     words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced
@@ -267,8 +268,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     log().info("export: its weights are the trained ones rounded to %s, equal to the bit", cfg.export.dtype.value)
 
     def compare() -> None:
-        """Compare logits: the trained copy's with the live model's, and transformers' with llava_fsdp's of the written
-        weights."""
+        """Compare the logits of the trained copy with those of the model in training, and those that transformers
+        computes from the written weights with those that llava_fsdp computes."""
         device, compute = next((own.device, own.dtype) for own in copies[0].parameters())
         batch = placed.map(lambda values: values.to(device))
         trained = logits(copies[0], batch).cpu()
@@ -452,7 +453,7 @@ def plain_model(state: TrainState) -> Architecture:
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
-    """Return what writes the run's LoRA adapters into a folder: everything that a folder has beside the tensors."""
+    """Return the writer of the run's LoRA adapters. It has all that their folders contain besides the tensors."""
     names = adapter_tensors(cfg.model, state.trained, state.sources)
     source = source_of_run(whole_model(state), cfg, state.run, state.step)
     return writer_class(source)(
@@ -465,8 +466,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def adapter_in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None:
-    """Return how rank 0 writes a folder with the LoRA adapters into each checkpoint; None on other ranks, and without
-    adapters. Collective."""
+    """Return what writes a folder with the LoRA adapters into each checkpoint, with its size; None on ranks other than
+    0, and without adapters. Collective."""
 
     if not cfg.model.lora.enabled:
         return None

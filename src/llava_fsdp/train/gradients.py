@@ -71,6 +71,7 @@ def gradient_norm(
         if kind != previous:
             previous, norms_of_group = kind, groups.setdefault(reduction(gradient), [])
         norms_of_group.append(norm)
+    # with stages, `norm_over_stages` makes the bits the same on every rank
     norm_of = same_on_every_rank if line is None else sharded_norm
     group_norms = []  # for each group of gradients, the norm over all its ranks
     for group, norms in groups.items():

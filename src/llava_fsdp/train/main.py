@@ -78,6 +78,8 @@ class RunParts(WatchedRun):
         return self.state.loader.status.describe_step(self.state.step) if self.state is not None else ""
 
     def report_end(self) -> None:
+        """Write the last page of the run and end the trackers; if there are no reports yet, rewrite the page on rank
+        0."""
         if self.reports is not None:
             self.reports.end(HURRY)
         elif ranks.own_rank() == 0:
@@ -97,10 +99,10 @@ def train(
     Args:
         parts: gets the state, the reports and others as they are built, for a caller that needs them when the process
             ends.
-        metric: scores answers of a validation in place of `val.metric`.
-        events: observers of the program that trains, which come after those of the trainer.
-        own: parts of the model that the program gives.
-        source: records that the program gives in place of `data.path`.
+        metric: function of the calling program that scores the answers of validations, in place of `val.metric`.
+        events: observers of the calling program, which are told of each moment after those of the trainer.
+        own: parts of the model that the calling program gives.
+        source: records that the calling program gives in place of `data.path`.
     """
     parts = parts or RunParts()
     if cfg.dry_run is not None:
@@ -156,9 +158,10 @@ def train(
 
 
 def agree_on_precision(cfg: Config, world: World, has_bf16_here: bool) -> Config:
-    """Replace `precision.param_dtype=auto` by the same dtype on all ranks, of which those without instructions for bf16
-    would be slow with it. A run that is resumed keeps its dtype. Log the choice, and a warning if a rank's device
-    emulates the dtype. `has_bf16_here`: whether this rank's device has instructions for bf16. Collective."""
+    """Replace `precision.param_dtype=auto` by the same dtype on all ranks: that of the run that is resumed or, in a new
+    run, bf16 if the devices of all ranks have instructions for it, else fp32. If another key of `precision` needs bf16,
+    it is bf16. Log the choice, and a warning if a rank's device emulates the dtype. `has_bf16_here`: whether this
+    rank's device has instructions for bf16. Collective."""
     ranks_with_bf16 = gather_lists([has_bf16_here])
     dtype_of_run = None
     if cfg.precision.param_dtype is DType.auto:
@@ -189,7 +192,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     if not cfg.has_auto:
         return cfg
     shapes = build_model(cfg, parts, world.device)  # refuses what the model does not support before records are read
-    # only records are read, so that no number is needed yet where the planner is to choose it
+    # the loader is opened only for its records, so that it needs no `tokens_per_micro_batch`, which may still be `auto`
     steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
     rule = steps.image_reader.tokens if isinstance(steps.image_reader, ImageReader) else None

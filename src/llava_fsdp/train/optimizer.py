@@ -18,8 +18,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 def cosine(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up for `warmup` steps, then half a cosine down to 0 (transformers
-    `get_cosine_schedule_with_warmup`)."""
+    """Return the factor of the learning rate: linear warm-up for `warmup` steps, then half a cosine down to 0
+    (transformers `get_cosine_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
     progress = (step - warmup) / max(1, total - warmup)
@@ -27,7 +27,8 @@ def cosine(step: int, total: int, warmup: int) -> float:
 
 
 def linear(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up for `warmup` steps, then a linear decay to 0 (transformers `get_linear_schedule_with_warmup`)."""
+    """Return the factor of the learning rate: linear warm-up for `warmup` steps, then a linear decay to 0 (transformers
+    `get_linear_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
     return max(0.0, (total - step) / max(1, total - warmup))
@@ -39,7 +40,8 @@ def constant(step: int, total: int, warmup: int) -> float:
 
 
 def warmup_decay(step: int, total: int, warmup: int) -> float:
-    """Logarithmic warm-up, then a linear decay to 0 (DeepSpeed `WarmupDecayLR` with its default warm-up)."""
+    """Return the factor of the learning rate: logarithmic warm-up, then a linear decay to 0 (DeepSpeed `WarmupDecayLR`
+    with its default warm-up)."""
     warmup = max(2, warmup)
     if step < warmup:
         return math.log(step + 1) / math.log(warmup)
@@ -72,7 +74,8 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of every parameter group for a step, counted from 0. Return that of `optim.lr`."""
+        """Set the learning rate of every parameter group for a step, counted from 0. Return the rate of groups whose
+        base is `optim.lr`."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor

@@ -71,8 +71,8 @@ class TrainingWork:
             return self.experts.add(micro, kept, loss) * self.scale
 
     def before_backward(self, stage: nn.Module, number: int) -> None:
-        """Set the dropout of the micro-batch again: others have run since, and activation checkpointing runs blocks
-        again."""
+        """Restore the hashes from which the dropout masks of micro-batch `number` are computed: other micro-batches
+        have run since, and activation checkpointing computes blocks again in the backward pass."""
         assert isinstance(stage, Architecture)
         stage.token_keys.language, stage.token_keys.vision = self.keys.pop((stage, number))
 
@@ -94,7 +94,8 @@ class PipelinedModel:
     all ranks that process the same rows."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
-        """Wrap the stages of a model that this rank has."""
+        """Take the pipeline that runs the stages, and the description of the whole model from `model`, this rank's
+        stages."""
         assert isinstance(model, Architecture)  # FSDP has replaced its class by a subclass of that and of FSDPModule
         self.parts, self.language_config = model.parts, model.language_config
         self.pipeline = pipeline
@@ -143,9 +144,13 @@ def run_pipeline(
     sources: SourceSums,
     experts: ExpertSums,
 ) -> torch.Tensor:
-    """Run the forward and backward passes of a step's micro-batches, and add their losses to `sources` and `experts`.
-    Return this rank's part of the loss of the labels, float32 []: 0 without the last stage, and without the loss scale
-    `scale` and the load-balance loss of experts. Collective."""
+    """Run the forward and backward passes of a step's micro-batches through the pipeline, and add their losses to
+    `sources` and `experts`. Collective. `scale`: the loss scale.
+
+    Returns:
+        This rank's part of the loss of the labels, float32 []: without `scale` and the load-balance loss of experts; 0
+        if the rank does not have the last stage.
+    """
     assert state.pipeline is not None
     work = TrainingWork(state, step.micro_batches, scale, sources, experts)
     state.pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])

@@ -231,7 +231,7 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
             tokens = micro.tokens * micro.context
             each = tokens // micro.samples
             lengths = (*[each] * (micro.samples - 1), tokens - each * (micro.samples - 1))
-            segments = torch.zeros_like(ids), begins, lengths
+            segments = torch.zeros_like(ids), begins, lengths  # positions in samples, samples' boundaries, lengths
         images = dict(model.empty_image_inputs(micro.tiles, micro.image_tokens, blends))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
         seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
@@ -262,7 +262,7 @@ def run(model: Architecture, inputs: ForwardInputs) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Architecture, trace: Trace) -> Iterator[None]:
-    """Mark in the trace where a pass through a block or the output layer begins or ends."""
+    """Context manager that marks in the trace where a pass through a block or the output layer begins or ends."""
     handles = []
 
     # the gradient of a block's output exists when its backward pass begins, and that of its input when it ends
@@ -304,8 +304,13 @@ class TraceReader:
     """Reads a trace event by event: counts the bytes alive, and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
-        """`vocabulary`: width of this rank's logits, by which they are recognised. `weights`: parameters by name.
-        `master`: dtype of the master weights."""
+        """Begin to read a trace.
+
+        Args:
+            vocabulary: width of this rank's logits, by which they are recognized.
+            weights: parameters by name.
+            master: dtype of the master weights.
+        """
         self.vocabulary = vocabulary
         self.master = master
         self.numbers = {name: number for number, name in trace.gradients.items()}  # storages of weights' gradients
@@ -322,6 +327,7 @@ class TraceReader:
         self.open("")
 
     def open(self, block: str) -> None:
+        """Begin the segment of `block` (empty for what is between blocks) with the bytes that exist now."""
         self.block = block
         self.begin = self.worst = self.worst_first = self.worst_later = self.level
         self.made = self.made_masters = 0
@@ -400,7 +406,7 @@ def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, mast
     begins) and `gradient NAME` (a parameter's gradient is complete). Events without a mark allocate or free memory.
 
     Args:
-        vocabulary: width of this rank's logits, by which they are recognised.
+        vocabulary: width of this rank's logits, by which they are recognized.
         master: dtype of the master weights.
     """
     reader = TraceReader(trace, vocabulary, dict(model.named_parameters()), master)
@@ -428,7 +434,7 @@ def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int,
     repetition begins with more bytes than the one before, because blocks keep tensors until their backward pass."""
     deep: list[PassSegment] = []
     shift = Live()
-    first = measured - 1 - period  # of the blocks that are repeated
+    first = measured - 1 - period  # number of the first block that is repeated
     for backward in (False, True):
         one_pass = [s for s in segments if s.backward is backward]
         places = {s.block: number for number, s in enumerate(one_pass)}
@@ -444,6 +450,6 @@ def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int,
             names = {f"{stack}.{own}": f"{stack}.{own + number}" for own in range(first, measured - 1)}
             deep += [s.shifted(shift, names.get(s.block, s.block)) for s in one_pass[begin:end]]
             shift += growth
-        shift -= growth
+        shift -= growth  # one of the repetitions is the measured one itself
         deep += [s.shifted(shift, last.get(s.block, s.block)) for s in one_pass[end:]]
     return deep

@@ -71,7 +71,8 @@ class BlankImages:
 
     @classmethod
     def of_parts(cls, model: Architecture, parts: Parts, photo: Size) -> "BlankImages":
-        """Open the image processor in the folder of a model. Raises ModelError if the folder has none, or packages are
+        """Open the image processor in the folder of a model, and return the black images that it makes for the model.
+        `photo`: size of images whose size is unknown. Raises ModelError if the folder has no processor, or packages are
         missing that it needs."""
         assert isinstance(model, Whole) and parts.whole is not None
         for path in (parts.whole / PREPROCESSOR, parts.whole / PROCESSOR):
@@ -112,15 +113,16 @@ class BlankImages:
         }
 
     def work(self, size: Size | None = None) -> VisionWork:
-        """Return what the vision part does for an image; None: for one of the size `photo`. Raises ModelError if the
-        model's class does not say how many tokens it makes."""
+        """Return the tokens, FLOPs and input bytes of an image of this size in the vision part; None: of the size
+        `photo`. Raises ModelError if the model's class does not say how many tokens it makes."""
         size = size or self.photo
         if size not in self.known:
             self.known[size] = self.measure(self.pixels(size, 1))
         return self.known[size]
 
     def measure(self, pixels: dict[str, torch.Tensor]) -> VisionWork:
-        """Return what the vision part does for an image with these inputs."""
+        """Run the vision part forward and backward on an image with these inputs, without values of weights, and return
+        the image's tokens, FLOPs and input bytes."""
         model = self.model
         takes = inspect.signature(model.base.get_image_features).parameters
         given = {name: model.cast(value) for name, value in pixels.items() if name in takes}
@@ -143,14 +145,14 @@ class BlankImages:
         )
 
     def with_images(self, flops: Flops, recomputes: bool) -> Flops:
-        """Return FLOPs with those of an image token as measured for an image of the size `photo`, which attention makes
-        differ from those of the weights. `recomputes`: activations are recomputed in the backward pass."""
+        """Return `flops` with the FLOPs of an image token (`tile`) as measured for an image of the size `photo`. They
+        depend on the size, because of attention. `recomputes`: activations are recomputed in the backward pass."""
         work = self.work()
         return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def images_of(self, tokens: int) -> tuple[int, Size]:
-        """Return how many images of which size have about so many tokens: as many of the size `photo` as fit best, each
-        a little larger or smaller."""
+        """Return (count, size) of images that have about `tokens` tokens together: the count with which their size is
+        nearest to `photo`, and that size."""
         count = round(tokens / self.work().tokens) or int(tokens > 0)
         ratio = math.sqrt(tokens / (count * self.work().tokens)) if count else 1.0
         width, height = self.photo
@@ -202,7 +204,8 @@ class BlankImages:
             }
 
     def positions(self, rows: int, length: int, types: list[str]) -> dict[str, torch.Tensor]:
-        """Return the positions of tokens, [axes, rows, length], as if all were text; empty if the model just counts."""
+        """Return {"position_ids": positions of the tokens, [axes, rows, length], as if all were text}; empty if the
+        model itself numbers tokens one after the other. `types`: names of the inputs with the types of tokens."""
         assert self.model.parts.class_config is not None
         number = positions_of(self.model.parts.class_config)
         if number is None:
@@ -212,8 +215,9 @@ class BlankImages:
 
 
 def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
-    """Return what says how many tokens an image has: the blank images of a whole model, which must be on the meta
-    device, or the tiles of a LLaVA model. Images whose size is unknown have PHOTO pixels."""
+    """Return the rule by which tokens of images are counted: for a whole model of transformers, which must be on the
+    meta device, black images that it is run with; for a LLaVA model, tiles. Images whose size is unknown have PHOTO
+    pixels."""
     if model.parts.class_config is None:
         return ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
     return BlankImages.of_parts(model, model.parts, PHOTO)

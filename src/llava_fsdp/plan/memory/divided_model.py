@@ -101,8 +101,9 @@ class AllPositions(torch.autograd.Function):
 
 
 def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
-    """Return the first `own` positions in new memory. A reduce-scatter, which sums over ranks, first copies the whole
-    tensor in the order of the ranks."""
+    """Return the first `own` positions of `whole`, [rows, positions, channels], in new memory, as the rank that has
+    them would hold them. `is_sum`: whether they result from a reduce-scatter, which sums over ranks, and first copies
+    the whole tensor in the order of the ranks."""
     copy = torch.empty_like(whole) if is_sum else None
     taken = whole[:, :own].clone()
     del copy

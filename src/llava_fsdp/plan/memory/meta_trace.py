@@ -49,6 +49,7 @@ class LiveBytes(CompilingMode):
     """Dispatch mode that records each storage allocated or freed while it is active, but none of `known` tensors."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
+        """Begin with an empty record. `known`: tensors that exist before the pass, whose storages are not recorded."""
         super().__init__()
         self.trace = trace
         # all keys are ids of storage objects, which live as long as their storages
@@ -62,6 +63,7 @@ class LiveBytes(CompilingMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and record the new storages among its results as allocated."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
@@ -98,6 +100,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients without values, which only allocate memory; None for an input that needs none."""
         return tuple(
             own.new_empty(own.shape) if needed else None
             for own, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
@@ -105,9 +108,9 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def fused_attention(*args: torch.Tensor, **options: Any) -> torch.Tensor:
-    """`scaled_dot_product_attention` on the meta device, where torch would trace the unfused kernel, which needs more
-    memory. All fused kernels keep the same tensors for the backward pass: queries, keys, values, the output, and a
-    float32 for each head and token (FlashAttention, arXiv 2205.14135, section 3.1)."""
+    """Compute `scaled_dot_product_attention` on the meta device as a fused kernel does; torch would trace the unfused
+    one, which needs more memory. All fused kernels keep the same tensors for the backward pass: queries, keys, values,
+    the output, and a float32 for each head and token (FlashAttention, arXiv 2205.14135, section 3.1)."""
     mask = options.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:  # it is converted, and kept for the backward pass
         mask = args[0].new_zeros(mask.shape)
@@ -162,7 +165,8 @@ def split_like_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor])
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Record which storage holds each parameter's gradient, and mark when the gradient is complete."""
+    """Context manager that records which storage holds each parameter's gradient, and marks when the gradient is
+    complete."""
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:

@@ -22,7 +22,8 @@ class Formula:
 
 
 def formulas(parameters: float, ranks: int) -> list[Formula]:
-    """Evaluate each formula for a number of trainable parameters."""
+    """Return published formulas for the memory of weights, gradients and optimizer states on a rank, with their values
+    for so many trainable parameters and ranks."""
     return [
         Formula(
             "DDP, ZeRO-0", "16P", zero(0, parameters, ranks),
@@ -48,7 +49,8 @@ def formulas(parameters: float, ranks: int) -> list[Formula]:
 
 
 def zero(stage: int, parameters: float, ranks: int) -> float:
-    """Return the bytes on a rank at a ZeRO stage (0 to 3), as in the ZeRO paper."""
+    """Return the bytes on a rank at a ZeRO stage (0 to 3), as in the ZeRO paper: for each parameter 2 of the weight, 2
+    of the gradient and K of the optimizer, each whole on every rank or shared among the ranks."""
     whole = {0: 2 + 2 + K, 1: 2 + 2, 2: 2, 3: 0}[stage]
     shared = {0: 0, 1: K, 2: 2 + K, 3: 2 + 2 + K}[stage]
     return parameters * (whole + shared / ranks)

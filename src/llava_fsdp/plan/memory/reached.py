@@ -35,10 +35,10 @@ def freeze_unreached(images: BlankImages, precision: PrecisionConfig) -> None:
 def reached(
     model: Architecture, ids: torch.Tensor, images: dict[str, torch.Tensor], precision: PrecisionConfig
 ) -> set[str]:
-    """Return the names of the trained parameters on which the logits of a sample depend. The model runs on the meta
-    device, in bf16, as some kernels of mixtures of experts require, with norms in fp32 if the training has other norms
-    than weights; its autograd graph has the answer, so that no gradient is computed. `ids`: int64 [1, length];
-    `images`: the other inputs."""
+    """Return the names of the trained parameters on which the logits of a sample depend. They are found in the autograd
+    graph of a forward pass on the meta device, so that no gradient is computed. The model runs in bf16, as some kernels
+    of mixtures of experts require, with norms in fp32 if the training has another dtype for norms. `ids`: int64 [1,
+    length]; `images`: the other inputs."""
     kernel, attention, dtype = model.kernel, model.attention, model.compute_dtype
     was_training = model.training
     model.eval()

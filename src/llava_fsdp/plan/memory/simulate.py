@@ -35,7 +35,8 @@ class Ledger:
             self.worst = {name: size + more.get(name, 0) for name, size in self.held.items()}
 
     def add(self, moment: str, **sizes: int) -> None:
-        """Add bytes, by category, to what is held from now on. `moment`: name of now, if it is the highest peak."""
+        """Add bytes, by category, to what is held from now on. `moment`: name of the present moment, kept if it is the
+        highest peak so far."""
         for name, size in sizes.items():
             self.held[name] += size
         self.note_peak(moment)
@@ -89,8 +90,9 @@ Pass = Sequence[PassSegment]
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate a step without FSDP. As soon as a gradient is complete, it is cast to the master weight's dtype, and
-    added to that of earlier micro-batches. `passes`: for each micro-batch, the segments of both passes."""
+    """Simulate the device memory of one rank in a training step without FSDP. As soon as a gradient is complete, it is
+    cast to the master weight's dtype, and added to that of earlier micro-batches. `passes`: for each micro-batch, the
+    segments of both passes."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
@@ -113,7 +115,7 @@ def simulate_step(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate a step under FSDP.
+    """Simulate the device memory of one rank in a training step under FSDP.
 
     Args:
         passes: for each micro-batch the segments of its forward and backward pass.
@@ -135,8 +137,13 @@ class FsdpRank:
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
     ):
-        """`ledger` gets the bytes. `unit_names`: block name -> name of its FSDP unit. `prefetch`: number of units whose
-        all-gathers begin ahead of their use; None: one, in the backward pass only."""
+        """Begin to simulate FSDP on one rank.
+
+        Args:
+            ledger: gets the bytes that the rank holds at each moment.
+            unit_names: block name -> name of its FSDP unit.
+            prefetch: number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only.
+        """
         self.ledger = ledger
         self.units = units
         self.plan = plan
@@ -164,7 +171,7 @@ class FsdpRank:
         """Simulate the forward and backward pass of a micro-batch. `is_last`: it is the last one of the step."""
         forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
         self.run_forward(forward)
-        with_backward = self.order(backward)[1]
+        with_backward = self.order(backward)[1]  # names of the units, in the order in which they run
         forward_only = [name for name in reversed(self.order(forward)[1]) if name not in with_backward]
         self.run_backward(backward, is_last, forward_only)
 

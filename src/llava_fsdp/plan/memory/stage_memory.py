@@ -38,7 +38,7 @@ class StageSegments:
 
 
 def names_of_stages(model: Architecture, plan: StagePlan) -> list[set[str]]:
-    """Return the names of each stage's parameters."""
+    """Return, for each stage of a pipeline, the names that its parameters have in the whole model."""
     children = children_of(model.language)
     assert children is not None, "checked when the stages were planned"
     last = len(plan.blocks) - 1
@@ -49,7 +49,8 @@ def names_of_stages(model: Architecture, plan: StagePlan) -> list[set[str]]:
 def weights_of_groups(
     model: Architecture, weights: Mapping[str, Weight], plan: StagePlan, parallel: ParallelConfig
 ) -> list[list[Weight]]:
-    """Return the parameters that each group of ranks of a pipeline has. `model` is whole and on the meta device."""
+    """Return, for each group of ranks of a pipeline, the parameters of its stages. `model` is whole and on the meta
+    device; `weights`: its parameters' properties by name; `plan`: the blocks of each stage."""
     names = names_of_stages(model, plan)
     found = []
     for group in range(parallel.pipeline):
@@ -145,7 +146,7 @@ def kept_messages(order: Sequence[tuple[StagePass, StageSegments]]) -> list[Live
     found, output, gradient = [], Live(), Live()
     for number, (one, segments) in enumerate(order):
         if not one.is_forward:
-            gradient = segments.sent[1]
+            gradient = segments.sent[1]  # `sent`: (the stage's output, the gradient of its input)
             if one.micro_batch == ahead - 2:  # until then, it counts among what the backward pass needs
                 output = segments.sent[0]
         found.append(gradient + (output if number <= last else Live()))

@@ -47,8 +47,11 @@ GB = 1e9
 
 def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
     """Replace `pack=auto` by true, or by false if this model cannot keep the samples apart that are packed into one
-    row. Also return, if it became false, the reason in one line. For whole models, `compile=auto` becomes false, and
-    `parallel.context_how=auto` becomes `ulysses` where ranks share rows.
+    row. For whole models of transformers, `compile=auto` becomes false, and `parallel.context_how=auto` becomes
+    `ulysses` where ranks share rows.
+
+    Returns:
+        The configuration, and the reason in one line if `pack=auto` became false; else None.
 
     Raises:
         ConfigError: rows must be padded, but another key is set that only works with packed rows.
@@ -273,6 +276,7 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
 def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
     """Return the combinations of strategy, activation checkpointing and size of micro-batches that the `auto` keys
     leave open, with the layout of ranks and the offload that `cfg` sets."""
+    # ranks of a node that have the same part of each layer; ranks that divide one copy of the model among them
     of_node, divides = max(1, world.local_size // cfg.parallel.tensor), cfg.parallel.tensor * cfg.parallel.pipeline
     ranks = RankCounts(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]
@@ -294,7 +298,8 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
 
 
 def recorded_decision(cfg: Config) -> Decision | None:
-    """Return what the run's config.yaml has for the keys that are `auto` in `cfg`; None if it cannot be used."""
+    """Return the values that the run's config.yaml has for the keys that are `auto` in `cfg`; None if there is no such
+    file, or its values cannot be used."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
         return None
@@ -322,7 +327,8 @@ def recorded_decision(cfg: Config) -> Decision | None:
 
 
 def recorded_kinds(own: ParallelConfig, tree: DictConfig) -> ParallelConfig | None:
-    """Return `own` with the keys that the planner chooses, as a config.yaml has them; None if it cannot be used."""
+    """Return `own` with the keys that the planner chooses (those that are `auto` or searched) set as in `tree`, the
+    content of a config.yaml; None if a value in it is wrong."""
     chosen: dict[str, Any] = {"search": False}
     for key, is_chosen in {
         "context": own.search or own.context == AUTO, "tensor": own.search, "expert": own.search, "pipeline": own.search

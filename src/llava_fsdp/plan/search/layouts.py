@@ -182,6 +182,7 @@ class Candidate:
 
 def candidates(ways: Ways) -> list[Candidate]:
     """Return a candidate for each combination of strategy, activation checkpointing and offload with a layout of ranks.
+    It has a lower bound of the seconds of a step, and its memory is not predicted yet.
 
     Raises:
         ConfigError: no combination is possible, or the ranks cannot be arranged in this layout.
@@ -193,7 +194,8 @@ def candidates(ways: Ways) -> list[Candidate]:
 
 
 def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
-    """Return micro-batches that are as few, and together as small, as those of any of these splits."""
+    """Return micro-batches that are as few, and together as small, as those of any of these splits, for a lower bound
+    of the seconds of a step."""
     count = min(map(len, splits))
     tokens = min(split.tokens for split in splits)
     labels = min(sum(micro.labels for micro in split) for split in splits)
@@ -204,8 +206,8 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
     """Return the `count` fastest ways that fit into memory, and those found not to fit. The chosen one comes first: of
     those that take at most `NEAR` times as long as the fastest, the one with the fewest kinds of parallelism, if it
     still fits when its memory is measured. `advance` is called with 1 for each that fits."""
-    # A queue by seconds: what comes first is exact, or a lower bound that is computed more exactly and put back. So
-    # nothing that is still in the queue is faster than what has left it.
+    # A queue by seconds. If the first entry has only a lower bound, its seconds are computed more exactly, and it is
+    # put back. So nothing that is still in the queue is faster than what has left it.
     order, measured = itertools.count(), 0
     # (seconds, order of insertion, candidate, whether the seconds are those of its fastest size of micro-batches and
     # not only a lower bound, its plan if its memory is known)
@@ -237,7 +239,8 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
         one, chosen = min(near, key=lambda own: own[1].kinds)
         fitting.remove((one, chosen))
         ways, micros = one.ways, chosen.row.micro_batches
-        chosen = replace(chosen, row=ways.planner.row(one.choice, ways.ranks, micros))  # it was interpolated
+        # until here its memory was interpolated; now that of each micro-batch is measured
+        chosen = replace(chosen, row=ways.planner.row(one.choice, ways.ranks, micros))
         if chosen.row.fits:
             fitting.insert(0, (one, chosen))
             break
@@ -267,8 +270,8 @@ def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
 
 
 def quickest(ways: Ways, choice: Choice, splits: Sequence[MicroBatches]) -> tuple[float, MicroBatches]:
-    """Return the seconds of the fastest of some sizes of micro-batches, and these micro-batches. Without a pipeline it
-    is the first one, with the largest micro-batches."""
+    """Return (seconds of a step, micro-batches) with the fastest of some sizes of micro-batches (`splits`). Without a
+    pipeline it is the first one, with the largest micro-batches."""
     tried = splits if ways.planner.cfg.parallel.pipeline > 1 else splits[:1]
     return min(((ways.planner.seconds(choice, ways.ranks, split), split) for split in tried), key=lambda one: one[0])
 

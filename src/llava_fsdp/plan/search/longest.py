@@ -47,7 +47,8 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch
 def points_of(
     cfg: PlanConfig, machine: Machine, parts: Parts, contexts: Sequence[int], advance: Advance
 ) -> list[dict[str, Any]]:
-    """Return the objects of `longest`. `advance` is called with 1 after each."""
+    """Return the objects that `longest` returns, for these numbers of ranks per row (`contexts`). `advance` is called
+    with 1 after each."""
     points = []
     for context in contexts:
         parallel = replace(cfg.parallel, context=context)

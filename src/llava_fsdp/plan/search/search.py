@@ -48,8 +48,12 @@ def choices(
 
 
 def distinct_strategies(ranks: RankCounts, parts: int = 1, shares_experts: bool = False) -> list[Strategy]:
-    """Return the strategies that differ from each other on these ranks, each `parts` of which divide the model among
-    them. Experts that ranks share are sharded over these parts, too."""
+    """Return the sharding strategies that differ from each other on these ranks.
+
+    Args:
+        parts: number of ranks that divide one copy of the model among them, with stages or parts of layers.
+        shares_experts: whether ranks share experts. These are sharded over ranks with different parts of layers, too.
+    """
     own = ranks.world_size // parts
     if own == 1 and not shares_experts:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same

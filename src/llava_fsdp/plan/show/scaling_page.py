@@ -73,8 +73,9 @@ def points_of(
 
 
 def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:
-    """Yield, for zero3 and hybrid sharding where possible on `count` nodes, the name and the fastest prediction that
-    fits into memory; if none fits, the one that needs the fewest bytes."""
+    """Yield, for zero3 and hybrid sharding, (name, the fastest prediction that fits into memory or, if none fits, the
+    one that needs the fewest bytes) on `count` nodes of `gpus` GPUs. What is impossible with so many ranks is left
+    out."""
     world_size, context = gpus * count, planner.cfg.parallel.num_context
     too_many = count > 1 and world_size > planner.cfg.global_batch_size * context  # more rows than samples
     if world_size % context or too_many:

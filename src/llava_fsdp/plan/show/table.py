@@ -95,7 +95,8 @@ def overrides_of(row: PlanRow) -> str:
 
 
 def all_steps(planner: Planner, row: PlanRow) -> str:
-    """Return how long the whole training takes, if its number of steps is known."""
+    """Return the end of a sentence that says how long the whole training takes; empty if its number of steps is not
+    known."""
     cfg, steps = planner.cfg, planner.cfg.max_steps
     if steps is None and planner.samples.count is not None:
         steps = cfg.epochs * math.ceil(planner.samples.count / cfg.global_batch_size)

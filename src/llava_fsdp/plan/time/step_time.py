@@ -119,10 +119,10 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """Return the seconds of communication if nothing overlaps. `link` is bytes per second within a node, `network`
-        bytes per second from each GPU to other nodes.
+        """Return the seconds of FSDP's collectives and of messages between stages if nothing overlaps. `link` is bytes
+        per second within a node, `network` bytes per second from each GPU to other nodes.
 
-        A ring enters and leaves each node once. If its ranks are neighbours, it uses all network ports of the node
+        A ring enters and leaves each node once. If its ranks are neighbors, it uses all network ports of the node
         (NCCL runs as many rings as there are ports). The rings between replicas, one for each shard, share the ports.
         """
         spans = self.shards > self.node_size
@@ -133,7 +133,7 @@ class Volume:
         latency = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossing if spans else 0))
         latency += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossing if self.nodes > 1 else 0))
         latency += self.messages * LATENCY
-        # stages are the outermost dimension of ranks: with several nodes, neighbouring stages are on different nodes
+        # stages are the outermost dimension of ranks: with several nodes, neighboring stages are on different nodes
         stages = link if self.stages_on_one_node else network
         return latency + (self.sharded / ring + self.replicated / replicas + self.pipeline / stages) / LINK_EFFICIENCY
 
@@ -161,8 +161,8 @@ class Volume:
     def waiting_seconds(
         self, received: float, calls: float, size: int, span: int, link: float, network: float
     ) -> float:
-        """Return the seconds of `calls` collectives for which a rank waits, between `size` ranks among `span`
-        consecutive ones. The rank receives `received` bytes."""
+        """Return the seconds of `calls` collectives, for each of which a rank waits, and in which it receives
+        `received` bytes in all. They run between `size` ranks, all of them among `span` consecutive ones."""
         bandwidth = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
         return calls * (LATENCY + HOP * (size - 1)) + received / bandwidth / LINK_EFFICIENCY
 

@@ -32,6 +32,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     if rank_and_size()[1] == 1:
         return
     if state.pipeline is None:
+        # one entry for each way in which tensors are distributed over ranks (a layout)
         own = checksums_of_rank(all_tensors(state), counters(state))
         found = [difference for layout in own for difference in find_differences(layout, gather_lists)]
     else:
@@ -43,11 +44,11 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
     """Return the tensors that differ between ranks with the same stages, and the counters that differ between any
     ranks. Collective."""
-    number, size = pipeline.equal_ranks  # this is the one at index `number` of `size` consecutive ranks
+    number, size = pipeline.equal_ranks  # this is number `number` of the `size` consecutive ranks with these stages
     layouts = checksums_of_rank(all_tensors(state), {}, size)
     in_stage = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
     first = rank_and_size()[0] - number
-    # found among the ranks with the same stages, which are counted from 0 there
+    # the differences name ranks by their number among those with the same stages; make these numbers global
     in_stage = [replace(each, ranks=tuple(first + place for place in each.ranks)) for each in in_stage]
     (facts,) = checksums_of_rank({}, counters(state))
     return find_differences(facts, gather_lists) + gather_lists(in_stage if number == 0 else [])

@@ -77,9 +77,10 @@ records are read from disk."""
 
 
 def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) -> Path | None:
-    """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0.
-    Collective. `weights_are_missing`: whether weights that the checkpoint has were not read from their sources
-    (`without_saved_sources`), so that training cannot start at step 0.
+    """Load the checkpoint that `checkpoint.resume` selects into the state, and return its folder; None if training
+    starts at step 0. Checkpoints of later steps are moved into a folder `old-N`. Collective. `weights_are_missing`:
+    whether weights that the checkpoint has were not read from their sources (`without_saved_sources`), so that training
+    cannot start at step 0.
 
     Raises:
         CheckpointError: all checkpoints are damaged, or the selected one was written with another model, dataset or
@@ -167,10 +168,10 @@ def choose_checkpoint(cfg: Config) -> Checkpoint | None:
 
 
 def requested_resume(cfg: Config) -> str:
-    """Return `auto` (the newest checkpoint), `never` or a checkpoint, as `checkpoint.resume` says. A name such as
-    `step-000200` is that of a checkpoint of `output_dir`, if the current folder has none of this name. If this is a
-    restart by torchrun or a scheduler, and the run has saved a checkpoint since it began as that value says, return
-    `auto` instead."""
+    """Return `auto` (the newest checkpoint), `never` or the folder of a checkpoint, as `checkpoint.resume` says. A name
+    such as `step-000200` is that of a checkpoint of `output_dir`, if the current folder has none of this name. If
+    torchrun or a scheduler has restarted a run that began with this value of `checkpoint.resume`, and it has saved a
+    checkpoint since, return `auto`, so that it continues instead of beginning again."""
     output, requested = Path(cfg.output_dir), cfg.checkpoint.resume
     first_step = begun_at(output, requested) if requested != "auto" else None
     if first_step is not None and any((step_of(p) or 0) > first_step for p in list_checkpoints(output / FOLDER)):
@@ -182,8 +183,8 @@ def requested_resume(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    """Move the output of an earlier run away, and record that a run starts there at step 0. What each start replaces,
-    such as `config.yaml`, stays."""
+    """Move the output of an earlier run in `output` into a folder `old-N`, and record that a run starts there at step
+    0. Files that each start of a run replaces anyway, such as `config.yaml`, stay."""
     set_aside(output, [output / name for name in sorted(WRITTEN_NAMES - REPLACED_NAMES)])
     mark_begun(output, "never", 0)
 
@@ -334,10 +335,10 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint (entry `config` of `state.json`): dotted key ->
-    value."""
-    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, and learnt
-    # the empty thought of a chat template
+    """Return the settings with which a checkpoint was written, as dotted key -> value. `config`: entry `config` of its
+    `state.json`, which may have older names of keys, and lack keys that were added later."""
+    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, and trained
+    # on the empty thought of a chat template
     added = {
         "model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())},
         "data": {
@@ -359,7 +360,7 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     # tokens has changed
     equivalents = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
     equal_keys = {key for key, values in equivalents.items() if values & {then.get(key), now.get(key)}}
-    # what null stands for in a LLaVA-OneVision; of other models the same fingerprint shows it
+    # null stands for these values in a LLaVA-OneVision; for other models, the fingerprint "encoding" shows a change
     nulls = {"data.video_fps": VideoSampling.fps, "data.video_frames": VideoSampling.frames}
     then, now = ({key: nulls.get(key) if value is None else value for key, value in own.items()} for own in (then, now))
     return [

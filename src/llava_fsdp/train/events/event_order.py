@@ -46,11 +46,12 @@ class TrainingEvents:
 def open_events(
     observed: Observed, metric: AnswerMetric, resumed: Path | None, own: Sequence[RunEvents] = ()
 ) -> TrainingEvents:
-    """Make the observers of a training. Collective.
+    """Make the observers of a training, whose methods `fit` calls at each moment (start, step, end). Collective.
 
     Args:
+        metric: scores the answers of validations.
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
-        own: observers of the program that trains.
+        own: observers that the calling program gives.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.

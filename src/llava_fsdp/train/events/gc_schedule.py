@@ -19,6 +19,8 @@ class GarbageCollection(RunEvents):
         self.was_enabled = False
 
     def on_start(self, run: RunStart) -> None:
+        """Turn Python's automatic garbage collection off, because `after_step` collects every `self.every` steps
+        instead."""
         if self.every is None:
             return
         self.was_enabled = gc.isenabled()

@@ -37,7 +37,8 @@ class StepProfiler(RunEvents):
     number 1. The profile of a step includes the time of waiting for its data."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
-        """`steps`: the first and the last step to profile, counted from 1 in this process."""
+        """Prepare the profiler, which is started later. `steps`: the first and the last step to profile, counted from 1
+        in this process."""
         self.first, self.last = steps
         self.folder = Path(cfg.output_dir) / FOLDER
         self.rank = rank

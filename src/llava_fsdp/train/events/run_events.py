@@ -100,6 +100,7 @@ class EventList(RunEvents):
             event.on_end()
 
     def close(self) -> None:
+        """Close the observers, the last one first. An exception in one is only logged."""
         for event in reversed(self.events):
             try:
                 event.close()

@@ -46,7 +46,8 @@ class RunController(RunEvents):
         watchdog: Watchdog,
         dir_lock: RunDirLock | None = None,
     ):
-        """Create the controller.
+        """Create the controller, which saves checkpoints when they are due, and saves or stops when a user or scheduler
+        asks.
 
         Args:
             saver: None if no step is left to do.
@@ -150,6 +151,7 @@ class RunController(RunEvents):
         if Votes(lost=self.is_lost()).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
+        # `forgiven`: error of a failed last save that did not end the run, with checkpoint.on_save_error=warn
         lost_save, self.saver = self.saver.forgiven, None
         if lost_save is not None and not self.cfg.export.enabled:
             raise CheckpointError(

@@ -12,13 +12,14 @@ class Timeouts(RunEvents):
     weights are loaded and kernels compiled."""
 
     def __init__(self, meshes: Meshes, seconds: int, watchdog: Watchdog):
-        """Prepare the shorter timeout."""
+        """Prepare a timeout of `seconds` for collectives, which is set after the first step; before, it is longer."""
         self.meshes = meshes
         self.seconds = seconds
         self.watchdog = watchdog
         self.is_short = False
 
     def after_step(self, result: StepResult) -> None:
+        """Set the timeout after the first step of this process, for collectives and for the watchdog."""
         if not self.is_short:
             ranks.set_timeout(self.meshes, self.seconds)
             self.watchdog.limit = self.seconds

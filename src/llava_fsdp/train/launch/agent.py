@@ -27,7 +27,9 @@ NOT_MET = (
 
 
 def main() -> None:
-    """Run the agent with torchrun's flags. Its parent gets the reason of a failure through the pipe `report`."""
+    """Run torchrun's agent: `python -m llava_fsdp.train.launch.agent PARENT REPORT FLAGS... -- WORDS...`, with the
+    process id of the launcher, the file descriptor of the pipe to it, torchrun's flags, and the arguments of the
+    training. The reason of a failure is written into the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):  # these end the process at once while there are no ranks yet
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ranks inherit this, and ignore SIGUSR1 until they can save

@@ -180,7 +180,7 @@ class Launch:
     """Runs torchrun's agent once, which starts the ranks, and handles signals to this process until the agent ends."""
 
     def __init__(self, folder: Path):
-        """`folder` is the run's output folder."""
+        """Prepare the launch of a training. `folder` is the run's output folder."""
         self.folder = folder
         self.status_before = read_status(folder)
         """The run's status before this launch, left by an earlier run."""

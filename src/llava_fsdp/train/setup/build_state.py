@@ -99,8 +99,8 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
-    """Describe in words with which projector a training starts. `projector`: where it is read; None: not from a place
-    of its own."""
+    """Return a phrase that says where the projector comes from with which a training starts. `projector`: the path from
+    which it is read; None: it is random, or part of `model.checkpoint` or of an adapter."""
     if continues(cfg) and Part.projector in cfg.model.trained:
         return "of the run's own checkpoint"
     is_missing = projector is None and cfg.model.projector == "auto"
@@ -113,7 +113,7 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 def open_data(cfg: Config, world: World, model: Architecture, choose: Choose | None = None) -> Loader:
     """Return the loader of this rank's part of each step. If the dataset is the generated one, rank 0 first draws its
-    images. `choose` builds the sampler; None: the configured one. Collective."""
+    images. `choose` builds the sampler from the records; None: the configured one. Collective."""
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
@@ -129,7 +129,7 @@ def open_data(cfg: Config, world: World, model: Architecture, choose: Choose | N
         world.device,
         gather_lists,
         choose,
-        cut=context and context.cut,
+        cut=context and context.cut,  # the positions of each row that this rank processes; None: all
         is_first=world.is_first,
     )
 

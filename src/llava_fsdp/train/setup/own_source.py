@@ -75,6 +75,7 @@ def with_source(cfg: Config, source: RecordSource | None) -> Config:
 
 
 def write_records(source: RecordSource, path: Path) -> None:
+    """Write all records of a program's source into the file `path`, each as a line of JSON."""
     with storage_errors(path):
         path.parent.mkdir(exist_ok=True)
         with replacing(path, durable=True) as file:
@@ -83,7 +84,8 @@ def write_records(source: RecordSource, path: Path) -> None:
 
 
 def line_of(source: RecordSource, number: int) -> bytes:
-    """Return a record as a line of JSON. Raises SourceError if the source fails, or gives something else."""
+    """Return record `number` of a program's source as a line of JSON. Raises SourceError if the source fails, or
+    returns no dict, or one that is not JSON."""
     try:
         record = source[number]
         if not isinstance(record, dict):

@@ -58,7 +58,7 @@ class StoredReference:
     """float32 [samples, 2]; NaN where the value is not known yet, or the record could not be read."""
 
     def write(self, path: Path) -> None:
-        """Replace the file."""
+        """Write the log-probabilities and their metadata to `path`, in place of an earlier file."""
         facts = {name: str(value) for name, value in vars(self).items() if name != "table"}
         content = save({TABLE: self.table.cpu()}, {key: json.dumps(value) for key, value in facts.items()})
         replace_file(path, content, durable=True)  # every later checkpoint needs it
@@ -78,9 +78,9 @@ class StoredReference:
 
 
 def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Callable[[], None]) -> None:
-    """Give the state the log-probabilities of both answers of each sample by the model at the start of the run: of
-    those that are trained on and, with validation, of the held-out ones. They are computed if the run is at its start.
-    Collective.
+    """Set `state.pair_reference` to the log-probabilities of both answers of each sample by the model at the start of
+    the run and, with validation, `state.held_out_pair_reference` to those of the held-out samples. They are read from
+    files in the run's folder; if the run is at its start, they are computed and written. Collective.
 
     Args:
         resumed: whether the weights are those of a checkpoint, so that nothing can be computed.
@@ -122,7 +122,8 @@ class ReferenceFile:
 def open_reference(
     state: TrainState, reference: ReferenceFile, resumed: bool, progress: Callable[[], None]
 ) -> torch.Tensor:
-    """Return the log-probabilities of the samples of a file, float32 [samples, 2], on the device, as described at
+    """Return the log-probabilities in a file of the chosen and the rejected answer of each sample, float32 [samples,
+    2], on the device. At the start of a run, those that the file lacks are computed. Arguments and errors are those of
     `open_references`. Collective."""
     path, loader = reference.path, reference.loader
     stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
@@ -130,7 +131,7 @@ def open_reference(
     data = data_digest(loader)
     if resumed:
         is_other = stored is None or stored.run != run or stored.data != data
-        # all samples that are trained on have a value; of the held-out ones only those of the batches
+        # the file has all samples that are trained on, but only those held-out ones that val.limit put into batches
         if stored is None or is_other or (reference.is_held_out and stored.batches != batches_digest(loader)):
             without = ", set val.every=null" if reference.is_held_out else ""
             raise CheckpointError(

@@ -15,7 +15,8 @@ class PeakMeter:
     the reserved memory, on a CPU the resident memory without mapped files (such as the code of libraries)."""
 
     def __init__(self, device: torch.device):
-        """Begin to measure. Unused memory is given back first, so that it does not count."""
+        """Begin to measure the peak memory of this process on `device`. Unused memory is given back first, so that it
+        does not count."""
         self.device = device
         gc.collect()
         if device.type == "cuda":
@@ -30,8 +31,8 @@ class PeakMeter:
             self.bytes_before = process_memory("VmRSS") - process_memory("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Return the peak since this meter was made, minus the memory in use then, in bytes: `max_memory_allocated` and
-        `max_memory_reserved` on a GPU, `peak_resident` on a CPU."""
+        """Return the peak memory since this meter was made, minus what was in use at its making, in bytes:
+        `max_memory_allocated` and `max_memory_reserved` on a GPU, `peak_resident` on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {

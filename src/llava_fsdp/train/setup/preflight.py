@@ -167,7 +167,8 @@ def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple
 
 def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> dict[str, Stored]:
     """Return the source of the initial values of every parameter of a model, which is on the meta device: tensors in
-    files, or a random distribution.
+    files, or a random distribution. `projector`: path of the projector's file or folder; None: it has no path of its
+    own.
 
     Raises:
         ModelError: no file contains a parameter, or a file contains it with another shape. If the projector was trained
@@ -272,9 +273,10 @@ def with_template(cfg: C, parts: Parts) -> C:
 
 
 def with_template_of_class(cfg: C, parts: Parts) -> C:
-    """Return the configuration with the chat template of a whole model of transformers in place of `auto` and
-    `chat_template`. The name of a single template is kept: with a digest, a resumed run has recorded it; one of LLaVA's
-    is refused (`check_abilities`). Raise ConfigError if the folder has no chat template."""
+    """Return the configuration with `data.template=auto` and `chat_template` replaced by the name of the chat template
+    in the folder of a model that is trained as its class in transformers. Other names are kept: a resumed run has
+    recorded the template's own name, and `check_abilities` refuses all others later. Raise ConfigError if the folder
+    has no chat template."""
     if cfg.data.template not in (AUTO, OWN):
         return cfg
     name = own_name(parts.language_folder)

@@ -43,7 +43,8 @@ from llava_fsdp.version import __version__
 def about_run(
     cfg: Config, world: World, model: Architecture, records: Records, weights: dict[str, Weight]
 ) -> dict[str, Any]:
-    """Describe the current start of a run. `weights`: the properties of all parameters."""
+    """Return a description of the current start of a run, for `starts.jsonl` and the report: time, machine, versions,
+    settings and planned memory. `weights`: the properties of all parameters, by name."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     tensor, layout, weights_of_rank = cfg.parallel.tensor, RankLayout(cfg.parallel, world.size), weights
     if tensor > 1:

@@ -137,7 +137,7 @@ def digests(folder: str, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
     """Return a text for each version that differs between ranks: its name and its values, each with the ranks and hosts
-    that have it. `facts`: name -> version of each rank; another version of the package may have other names."""
+    that have it. `facts`: for each rank, name -> version; another version of the package may have other names."""
     found = []
     for name in dict.fromkeys(name for own in facts for name in own):
         ranks_of: dict[str | None, list[int]] = {}

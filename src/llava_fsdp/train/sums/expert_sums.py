@@ -34,7 +34,7 @@ class ExpertSums:
         self.coefficient = coefficient
         if outputs is not None:
             self.share = 1 / (outputs.count * max(1, facts.tokens))
-            """Factor that makes the sum over layers and samples a mean over layers and tokens."""
+            """Factor that makes the sum of a loss over layers and samples a mean over layers and tokens."""
             self.total = torch.zeros((), device=device)
             """The load-balance loss, float32 []."""
             self.loads = torch.zeros(outputs.count, outputs.experts, device=device)
@@ -81,6 +81,7 @@ class ExpertSums:
                 counts_of_row = list(positions.summed(torch.stack(counts)).unbind())
             for output, own_count, row_count in zip(kept, counts, counts_of_row, strict=True):
                 loss_sum = loss_sum + balance_loss(output, samples, lengths, row_count)
+                # the last row counts the padding
                 self.loads[self.outputs.places[output.router.name]] += own_count[:-1].sum(0)
             loss_sum = loss_sum * self.share
         kept.clear()
@@ -88,11 +89,11 @@ class ExpertSums:
         return self.coefficient * loss_sum if is_trained else None
 
     def summed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sum over all ranks. A collective if there are routers.
+        """Return the sums of a step over all ranks. A collective if there are routers.
 
         Returns:
             (The numbers of `ExpertLoad`, float32 [3], or [0] without routers; the load of each expert: number of
-                (token, choice) pairs, float32 [layers, experts], or None.)
+            (token, choice) pairs, float32 [layers, experts], or None.)
         """
         if self.outputs is None:
             return torch.zeros(0), None
@@ -114,7 +115,7 @@ class WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pass the gradient of the hidden states on, and begin the loss's own backward pass with 1."""
+        """Return the gradients of (hidden states, loss): that of the hidden states unchanged, and 1 for the loss."""
         (gradient,) = gradients
         return gradient, torch.ones((), dtype=torch.float32, device=gradient.device)
 

@@ -23,15 +23,17 @@ class PairStep:
     """Computes the losses of pairs from those of their labels, and sums up what is reported of them."""
 
     def __init__(self, cfg: Config, device: torch.device, stored: torch.Tensor | None = None):
-        """Begin a step. `stored`: `TrainState.pair_reference`, or that of the held-out samples."""
+        """Begin a step. `stored`: log-probabilities of the chosen and the rejected answer of each sample by the
+        reference model, float32 [samples, 2] (`TrainState.pair_reference`, or that of the held-out samples)."""
         self.cfg = cfg.pref
         self.uses_adapters = cfg.pair_reference is PairReference.adapters
         self.stored = stored if cfg.pair_reference is PairReference.stored else None
         self.sums = PairSums(len(cfg.data.source_names), device)
 
     def reference(self, model: nn.Module, micro: MicroBatch) -> torch.Tensor | None:
-        """Return the log-probability of each answer by the reference, float32 [2 * pairs]; None without one. The model
-        without its adapters needs a forward pass of the same rows. Collective then."""
+        """Return the log-probability of each answer by the reference model, float32 [2 * pairs]; None if the loss has
+        no reference. If the reference is the model without its adapters, run a forward pass with it. Collective
+        then."""
         if self.stored is not None:
             return self.stored[micro.pair_numbers].flatten()
         if not self.uses_adapters:
@@ -48,8 +50,8 @@ class PairStep:
         self.loss(micro, model(**micro.inputs), reference)
 
     def loss(self, micro: MicroBatch, losses: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the losses of a micro-batch's pairs, float32 [], from the losses of its labels, float32
-        [labels]."""
+        """Return the sum of the losses of a micro-batch's pairs, float32 [], and add the pairs to `self.sums`.
+        `losses`: losses of its labels, float32 [labels]; `reference`: what `self.reference` returned."""
         answers = answers_of(losses, micro.label_answers, len(micro.pair_sources))
         pair_losses, rewards = preference_losses(answers, reference, self.cfg)
         self.sums.add(micro, answers, pair_losses, rewards)

@@ -29,9 +29,10 @@ class PairSums:
         self.values = torch.zeros((sources, COLUMNS), device=device)
 
     def add(self, micro: MicroBatch, answers: Answers, losses: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Add the pairs of a micro-batch: their losses, float32 [pairs], and rewards, float32 [pairs, 2]."""
+        """Add the pairs of a micro-batch: their losses, float32 [pairs], and rewards of the chosen and the rejected
+        answer, float32 [pairs, 2]."""
         logps, chosen, rejected = answers.sums.detach().view(-1, 2), rewards[:, 0], rewards[:, 1]
-        rows = [
+        rows = [  # in the order of the fields of `PairNumbers`
             torch.ones_like(chosen), losses.detach(), (chosen > rejected).to(chosen.dtype), chosen - rejected, chosen,
             rejected, logps[:, 0], logps[:, 1],
         ]  # fmt: skip
@@ -40,7 +41,8 @@ class PairSums:
 
 
 def pair_numbers(sums: list[float]) -> PairNumbers | None:
-    """Return means from the sums of one source, or of all: a row of `PairSums.values`. None without pairs."""
+    """Return means over pairs from the sums over them in a row of `PairSums.values`, whose first is the number of
+    pairs. None without pairs."""
     count = sums[0]
     if not count:
         return None
@@ -58,7 +60,7 @@ def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNu
 
 
 def joined(numbers: Iterable[PairNumbers | None]) -> PairNumbers | None:
-    """Return the means over the pairs of several sources; None without pairs."""
+    """Return the means over the pairs of all sources, from the means of each source; None without pairs."""
     rows = [asdict(own) for own in numbers if own is not None]
     keys = list(rows[0]) if rows else []
     sums = [float(sum(row["pairs"] * (1 if key == "pairs" else row[key]) for row in rows)) for key in keys]

@@ -20,7 +20,7 @@ from llava_fsdp.config import PairForm, PrefConfig
 
 @dataclass(frozen=True)
 class Answers:
-    """Log-probabilities of the answers of a micro-batch. The two answers of a pair are neighbours, the chosen one
+    """Log-probabilities of the answers of a micro-batch. The two answers of a pair are neighbors, the chosen one
     first."""
 
     sums: torch.Tensor
@@ -30,9 +30,14 @@ class Answers:
 
 
 def answers_of(losses: torch.Tensor, owners: torch.Tensor, pairs: int) -> Answers:
-    """Sum the losses of labels, float32 [labels], over the tokens of each answer. `owners`: number of each label's
-    answer, int64 [labels]. A product with a matrix of 0 and 1 has the same bits every time, which additions at indices
-    have not on CUDA."""
+    """Return the log-probability and the number of tokens of each answer, from the losses of its labels. A product with
+    a matrix of 0 and 1 has the same bits every time; additions at indices do not on CUDA.
+
+    Args:
+        losses: loss of each label, float32 [labels].
+        owners: for each label, the number of its answer in the micro-batch, int64 [labels].
+        pairs: number of pairs, each with two answers.
+    """
     is_own = (owners == torch.arange(2 * pairs, device=owners.device)[:, None]).to(losses.dtype)
     return Answers(-(is_own @ losses), is_own.sum(1))
 
@@ -40,9 +45,10 @@ def answers_of(losses: torch.Tensor, owners: torch.Tensor, pairs: int) -> Answer
 def preference_losses(
     answers: Answers, reference: torch.Tensor | None, cfg: PrefConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each pair, float32 [pairs], and the rewards of its answers, float32 [pairs, 2]: `pref.beta`
-    times the score, without gradients. `reference`: log-probabilities of the answers by the reference, float32 [2 *
-    pairs]; None: 0."""
+    """Return the loss of each pair, float32 [pairs], and the rewards of its chosen and rejected answer, float32 [pairs,
+    2], without gradients. A reward is `pref.beta` times the log-probability of the answer minus that by the reference
+    model, with `pref.per_token` divided by the number of tokens. `reference`: log-probabilities by that model, float32
+    [2 * pairs]; None: there is no such model."""
     scores = answers.sums if reference is None else answers.sums - reference
     if cfg.per_token:
         scores = scores / answers.tokens
@@ -54,7 +60,8 @@ def preference_losses(
 
 
 def form_losses(margins: torch.Tensor, cfg: PrefConfig) -> torch.Tensor:
-    """Return the loss of each pair by `pref.form`, float32 [pairs], from its margin, float32 [pairs]."""
+    """Return the loss of each pair by `pref.form`, float32 [pairs]. `margins`: reward of the chosen answer minus that
+    of the rejected one minus `pref.gamma`, float32 [pairs]."""
     share = cfg.label_smoothing
     match cfg.form:
         case PairForm.sigmoid:

@@ -18,6 +18,8 @@ class SourceSums:
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
+        """Begin a step with sums of 0. `facts` has the names of the data sources, and the counts of their label
+        tokens."""
         self.labels, self.weights = facts.source_labels, facts.source_weights
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
         """Sum of the losses of each data source, each loss times its weight, float32 [sources]; of shape [0] for a
@@ -51,7 +53,7 @@ class SourceSums:
 
         Args:
             loss: the mean loss of the step.
-            sums: `sum_over_ranks`, on the host.
+            sums: the sum of the losses of each source over all ranks; empty if there is only one source.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}

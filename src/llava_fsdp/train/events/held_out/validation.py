@@ -54,7 +54,8 @@ class LossSum:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a row of `validation.jsonl`; the mean loss is None if it is not finite."""
+        """Loss, number of label tokens and means over pairs as columns of `validation.jsonl`; a loss that is not finite
+        is None."""
         mean = self.total / (self.weight / FULL_WEIGHT) if self.weight else math.nan
         mean = mean if self.pairs is None else self.pairs.loss
         return {"loss": finite(mean), "label_tokens": self.label_tokens, **pair_columns(self.pairs)}
@@ -72,11 +73,11 @@ class Validation(RunEvents):
         events: RunEvents,
         metric: AnswerMetric | None = None,
     ):
-        """Prepare the validation.
+        """Prepare the validation. Rank 0 removes rows of later steps from `validation.jsonl`. Collective.
 
         Args:
-            events: learns of pauses, in which the run is saved or stopped if this was requested on any rank, of the
-                progress, and of the results.
+            events: observers that are told of progress, results, and pauses, in which the run is saved or stopped if
+                this was requested on any rank.
             metric: scores the answers; None: `val.metric`.
         """
         self.state = state
@@ -197,7 +198,7 @@ class Validation(RunEvents):
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
         row["metric"] = self.metric.name if questions else None
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
-        cut = sum(answer.is_thought_cut for answer in answers)
+        cut = sum(answer.is_thought_cut for answer in answers)  # these ended within their reasoning
         if cut:
             row["thoughts_cut"] = cut
             log().warning(
@@ -212,8 +213,8 @@ class Validation(RunEvents):
 
 
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
-    """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers. Losses and
-    scores are by data source."""
+    """Return the results of a validation as a row of `validation.jsonl`, in which the caller sets `metric` and
+    `answers`. `losses` and `scores` are by name of the data source."""
     total, labels, weight = (
         sum(getattr(own, name) for own in losses.values()) for name in ("total", "label_tokens", "weight")
     )

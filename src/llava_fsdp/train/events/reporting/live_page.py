@@ -127,7 +127,7 @@ class LivePage(StepReport):
             self.warn(error)
 
     def end(self, exit_code: int, patience: float) -> None:
-        """Write the last version of the page, and log its path. The arguments are for other reports."""
+        """Write the last version of the page, and log its path. Both arguments are unused; other reports need them."""
         self.write()
         if not self.has_warned:
             log().info("report: %s", self.path)

@@ -25,7 +25,7 @@ class MetricsFile(StepReport):
     """Appends the row of each step to `metrics.jsonl`."""
 
     def __init__(self, folder: Path, first_step: int):
-        """Open the file and drop the rows of steps after `first_step`, at which this start of the run begins."""
+        """Open `metrics.jsonl` and drop the rows of steps after `first_step`, at which this start of the run begins."""
         self.rows = RowWriter(folder / METRICS_FILE)
         with storage_errors(folder):
             drop_later_rows(self.rows.path, first_step)
@@ -80,7 +80,8 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 def pair_columns(numbers: PairNumbers | None) -> dict[str, Any]:
-    """Return what is reported of pairs, beside their loss, as columns of a row; none if there are no pairs."""
+    """Return the means over preference pairs, except that of their loss, as columns of a row; {} if there are no
+    pairs."""
     if numbers is None:
         return {}
     values = asdict(numbers)

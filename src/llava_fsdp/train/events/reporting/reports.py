@@ -34,11 +34,11 @@ class Reports(RunEvents):
         is_lost: Callable[[], bool] = lambda: False,
         folder: Path = Path(),
     ):
-        """Take the reports.
+        """Take the reports that get a row of values after each step. On ranks other than 0 there are none.
 
         Args:
             reports: get each row, in this order.
-            utilization: None if it is unknown.
+            utilization: computes the MFU of a step; None if it is unknown.
             is_lost: whether the run's folder may belong to another run now, so that nothing may be written into it.
             folder: the run's folder, whose `run_status.json` has the exit code.
         """

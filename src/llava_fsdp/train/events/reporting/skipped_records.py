@@ -19,13 +19,15 @@ class SkippedRecords(StepReport):
     each that is skipped."""
 
     def __init__(self, folder: Path, first_step: int, left_out: Iterable[dict[str, Any]] = ()):
-        """Begin the file anew, without rows of steps after `first_step`, which are repeated, and with the records
-        `left_out`, which were skipped before training."""
+        """Begin `skipped_records.jsonl` anew: with the records `left_out`, which were skipped before training, and the
+        present rows of steps up to `first_step`. Later steps are repeated."""
         self.rows = RowWriter(folder / SKIPPED_FILE)
         with storage_errors(folder):
             begin_skipped_records(self.rows.path, first_step, left_out)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
+        """Write a row for each record that the step skipped, with a warning in the log, and for each that has no
+        label."""
         for sample in result.facts.skipped:
             skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
             self.rows.add(skipped)

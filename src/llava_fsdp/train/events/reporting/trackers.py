@@ -119,7 +119,7 @@ class Trackers(StepReport):
                 )
 
     def work(self) -> None:
-        """Body of the thread: open the trackers, log the queued values until `close` ends the queue, and close the
+        """Body of the thread: open the trackers, log the queued values until `end` queues None, and close the
         trackers."""
         trackers: list[TensorBoard | WeightsAndBiases] = []
         with logged_errors("TensorBoard cannot log this run"):
@@ -173,6 +173,7 @@ class TensorBoard:
     """Writes event files of TensorBoard. If a resumed run repeats steps, TensorBoard shows the repetition."""
 
     def __init__(self, run: Trackers):
+        """Open an event file for the steps after `run.first_step`, and log the run's settings in it as text."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(run.cfg.output_dir) / FOLDER
