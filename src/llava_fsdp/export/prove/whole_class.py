@@ -108,14 +108,14 @@ def check_generates(model: Any, ids: torch.Tensor, inputs: Mapping[str, torch.Te
 
 
 def row_with_images(model: Any, micro: MicroBatch) -> int:
-    """Return the index of the row that has the most image tokens."""
+    """Return the index of the row of a micro-batch that has the most image tokens; 0 if the model has no such token."""
     token = getattr(model.config, "image_token_id", None)
     return 0 if token is None else int((micro.input_ids == token).sum(1).argmax())
 
 
 def accepted_inputs(model: Any, images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the inputs that the class of a model takes, with floats in its dtype. The class numbers the positions of
-    the tokens itself."""
+    """Return those of a micro-batch's image inputs that transformers' `model` accepts, with floats in its dtype. The
+    positions of the tokens are left out, because the model computes them itself."""
     names = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
     return {
         name: value.to(model.dtype) if value.is_floating_point() else value

@@ -47,7 +47,8 @@ class Weights:
 
 
 def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights:
-    """Return weights together with further tensors, which have their dtypes and every rank has."""
+    """Return weights to which further tensors are added, by name. Every rank has these tensors whole; they are written
+    in their own dtypes."""
     return replace(
         weights,
         shapes=weights.shapes | {name: tuple(own.shape) for name, own in values.items()},
@@ -57,8 +58,9 @@ def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights
 
 
 def with_buffers(weights: Weights, model: Architecture) -> Weights:
-    """Return weights together with the buffers that belong into files, which no training changes: as the model's files
-    have them, or as transformers computes them. `model` may be sharded."""
+    """Return weights to which those buffers of a model are added that are saved in files. No training changes them, so
+    they are read from the files of the model before training, or computed as transformers does. `model` may be sharded.
+    """
     names = buffer_names(model)
     if not names:
         return weights
