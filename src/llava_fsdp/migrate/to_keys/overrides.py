@@ -54,8 +54,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 
 def decide(run: SourceRun) -> Overrides:
-    """Return all overrides: value by configuration key. They include those that only repeat defaults;
-    `command.drop_defaults` removes these."""
+    """Return all Hydra overrides with which llava_fsdp does the training `run`: value by configuration key. They
+    include those that only repeat defaults; `command.drop_defaults` removes these."""
     own_overrides = trainer_overrides(run) if run.trainer else {}
     overrides = dict(own_overrides) or (model(run) | data(run) if run.launch.is_original else other_program(run))
     overrides |= (
@@ -232,7 +232,8 @@ def compiling(run: SourceRun) -> Overrides:
 
 
 def sharding(run: SourceRun) -> Overrides:
-    """Return the override for the sharding strategy; empty if it is not known, or has no equivalent."""
+    """Return the override for the sharding strategy, such as {"sharding": "zero3"}; empty if the original's is not
+    known, or has no equivalent."""
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -336,8 +337,8 @@ def from_deepspeed_or_flag(run: SourceRun, deepspeed_key: str, flag: str) -> obj
 
 
 def clip(run: SourceRun) -> object:
-    """Return the gradient norm to clip at; None if it does not clip. DeepSpeed's `gradient_clipping` is off by
-    default."""
+    """Return the norm to which the original training clips gradients; None if it does not clip. DeepSpeed's
+    `gradient_clipping` is off by default."""
     # a DeepSpeed configuration that Accelerate makes clips as the script says (its DeepSpeedPlugin)
     default = AUTO if run.trainer and run.deepspeed is None else 0
     value = run.ds("gradient_clipping", default) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
