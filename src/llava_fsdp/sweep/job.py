@@ -93,8 +93,9 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
-    """Run a job to its end, and return how it ended. A failure is logged and recorded, not raised. `node`: the
-    training's configuration, as Hydra composed it."""
+    """Run a job (one training of a sweep) to its end, and return how it ended. A failure is logged and recorded, not
+    raised. `node`: the training's configuration, as Hydra composed it. `stop`: tells whether the user has stopped the
+    sweep."""
     if not log().handlers:  # this is a new process that Hydra's launcher started for the job
         setup_logging()
     settings = HydraConfig.get()
