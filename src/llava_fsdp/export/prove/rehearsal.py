@@ -171,7 +171,8 @@ def name_the_model(model: Llava) -> Iterator[None]:
 
 
 def cure(model: Llava) -> str:
-    """Return a text that names the key with which a training needs no export, and what can be written later."""
+    """Return advice for the user whose model cannot be exported for transformers: the key with which a training makes
+    no export, and whether an export for the original LLaVA can be made later."""
     key = "export.merge=false" if model.cfg.lora.enabled else "export.enabled=false"
     later = " (llava-fsdp export format=llava can write one for the original's programs later)"
     return f"set {key} to train without an export{later if why_not_original(model) is None else ''}"

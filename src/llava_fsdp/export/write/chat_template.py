@@ -92,6 +92,7 @@ class GapRule:
 
     @property
     def jinja(self) -> str:
+        """Jinja code that outputs a space where this rule puts one before the text in the variable `stretch`."""
         if not self.everywhere:
             return ""
         unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
@@ -240,10 +241,9 @@ def read_beside_text(template: ChatTemplate) -> list[str]:
 
 
 def extra_lines(keys: Sequence[str], content: str) -> list[str]:
-    """Return lines of Jinja code that add a message with more than text to the list `chat.messages`, with its other
-    fields as they are and the Jinja expression `content` as its content, and that begin the branch for all other
-    messages. Such a message has one of `keys`, or is the result of a call if these have `tool_calls`. Empty without
-    keys."""
+    """Return lines of Jinja code for a message that has more than text: a value under one of `keys` or, if `tool_calls`
+    is one of them, the role `tool`. The lines add the message to the list `chat.messages`, with the Jinja expression
+    `content` as its content and all else unchanged, and begin the branch for other messages. Empty without keys."""
     if not keys:
         return []
     has_extra = " or ".join(f"message['{key}']" for key in keys)

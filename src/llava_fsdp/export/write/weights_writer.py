@@ -92,6 +92,7 @@ def write_shards(
     held: dict[str, torch.Tensor] = {}  # the parameters of one group, gathered on rank 0
 
     def convert(group: TensorGroup) -> dict[str, torch.Tensor]:
+        """Return the tensors of a group as they are written, by name, made of the parameters in `held`."""
         converted = {}
         for name, dtype in group.outputs.items():
             converted[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
@@ -181,8 +182,8 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Te
 def plan_renamed(
     shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart
 ) -> dict[str, LazyTensor]:
-    """Return the tensors for `write_shards` if each parameter is written as one tensor under another name. `shapes` has
-    llava_fsdp's names of the parameters."""
+    """Return the tensors that `write_shards` writes if each parameter becomes one tensor with another name. `shapes`
+    are by llava_fsdp's names of the parameters, whose values are read later with `read`."""
     return {
         rename(name): LazyTensor(shape, [name], lambda box, name=name: read(name, box))
         for name, shape in shapes.items()

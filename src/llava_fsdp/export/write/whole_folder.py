@@ -130,7 +130,8 @@ def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any
 def write_whole_folder(
     form: FolderFormat, source: WholeSource, weights: Weights, staged: Path, notes: Mapping[str, Any]
 ) -> None:
-    """Write a model folder for transformers. Collective; the first rank writes.
+    """Write a model that is one of transformers' own classes into a folder for transformers: its weights, and the other
+    files of the folder that it was read from. Collective; the first rank writes.
 
     Raises:
         ConfigError: the format is not that of transformers.
@@ -156,8 +157,8 @@ def write_whole_folder(
 
 
 def check_plan(source: WholeSource) -> None:
-    """Raise ModelError unless transformers' class saves every parameter of a model, and finds each of its own in the
-    model or its folder. No values are read but those of tensors that only the folder has."""
+    """Raise ModelError unless transformers' class saves every parameter of a model, and the model or its folder has
+    every parameter of the class. No values are read but those of tensors that only the folder has."""
     names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(own.shape) for name, own in names.items()}
     loaded, complete = plan_folder(

@@ -41,6 +41,7 @@ def unless_deepspeed(rule: Rule) -> Rule:
     setting that is off is translated as off, in any case; else `rule` translates it."""
 
     def wrapped(context: RuleContext, value: object) -> Translation:
+        """Return what the setting becomes in llava_fsdp."""
         if plain(value) is False or value in (None, "none", ""):
             return OFF
         json = context.run.deepspeed

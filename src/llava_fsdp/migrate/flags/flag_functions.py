@@ -104,6 +104,7 @@ def of_optimizer(key: str, note: str = "") -> Function:
     configuration has an `optimizer` entry and the flag's value is not 0."""
 
     def rule(context: RuleContext, value: object) -> Translation:
+        """Return what the optimizer flag becomes in llava_fsdp: the override `key`, or nothing if DeepSpeed sets it."""
         text = context.tell(key)
         if key in context.decided and context.decided[key] != value:
             return no_effect(f"DeepSpeed's configuration counts, its defaults too: {text}")

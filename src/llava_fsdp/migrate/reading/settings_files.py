@@ -66,6 +66,7 @@ def read_json(path: Path) -> Settings:
     twice."""
 
     def refuse_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        """Return the pairs of one JSON object as a dict; raise ConfigError if a name occurs twice."""
         found: dict[str, object] = {}
         for name, value in pairs:
             if name in found:

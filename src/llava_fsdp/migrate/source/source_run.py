@@ -178,7 +178,7 @@ class SourceRun:
 
     @property
     def devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES, as the launcher or the script sets it."""
+        """Value of CUDA_VISIBLE_DEVICES for the training, by the launcher's flags, Accelerate or the script."""
         chosen = self.accelerate_value("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices

@@ -68,7 +68,7 @@ def trained_parts(run: SourceRun) -> list[str]:
 
 
 def adapters(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for LoRA and a quantized base; empty if whole weights train."""
+    """Return llava_fsdp's overrides for LoRA and a quantized base model; empty if whole weights are trained."""
     if not run.is_lora:
         return {}
     assert run.trainer
@@ -94,7 +94,7 @@ def adapters(run: SourceRun) -> dict[str, object]:
 
 
 def records(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for the files of records and the folder of their images."""
+    """Return llava_fsdp's overrides for the files of records, the folder of their images, and the workers."""
     files = records_of(run)
     found: dict[str, object] = paths(files, "data")
     images = image_folder(run)
