@@ -60,8 +60,8 @@ def in_class(name: str) -> str:
 
 
 def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
-    """Return the contents of adapter_config.json for LoRA adapters. `model` is transformers' model that they are put
-    on, on the meta device.
+    """Return the contents of adapter_config.json for LoRA adapters. `model` is transformers' model to which they
+    belong, on the meta device.
 
     vLLM needs the last parts of the modules' names in `target_modules`. To peft these mean every module whose name ends
     so, also in the vision tower; those that have no adapter are in `exclude_modules` (peft 0.14 and later).
@@ -89,8 +89,8 @@ def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
 
 
 def with_rounded_base(adapted: Adapted, dtypes: dict[str, torch.dtype]) -> Adapted:
-    """Return a copy of a model with LoRA adapters in which the values of the base model, but not those of the adapters,
-    are rounded to the dtypes of an export. `dtypes` are by parameter name in a model without adapters."""
+    """Return a copy of `adapted`, the stored values of a model with LoRA adapters, in which those of the base model are
+    rounded to the dtypes of an export. `dtypes` are by parameter name in a model without adapters."""
     rounded = {n: t if is_adapter(n) else Rounded(t, dtypes[without_base(n)]) for n, t in adapted.sources.items()}
     return replace(adapted, sources=rounded)
 

@@ -170,8 +170,9 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
-    """Wait for free GPUs, and run a job on them with torchrun. `stop_level` is as in `run_torchrun`. Raises JobFailed
-    if the training fails, or if the user stopped the sweep before it began."""
+    """Wait for free GPUs, and run a job on them with torchrun. `stop_level` returns more than 0 once the user has
+    stopped the sweep (see `run_torchrun`). Raises JobFailed if the training fails, or if the sweep was stopped before
+    it began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)

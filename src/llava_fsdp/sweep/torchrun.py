@@ -120,8 +120,8 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, stop_level
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the status that the latest start of a training has written into its folder; empty if it has written none,
-    so that the folder still has the `earlier` one."""
+    """Return the status that the latest start of a training has written into its folder; empty if it has written
+    nothing, so that the folder still has the `earlier` one."""
     status = read_status(folder)
     return {} if status is None or status == earlier else status_of_latest_start(status)
 

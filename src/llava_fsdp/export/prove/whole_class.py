@@ -29,8 +29,8 @@ def without_padding(micro: MicroBatch) -> MicroBatch:
 
 
 def mask_of(micro: MicroBatch) -> torch.Tensor:
-    """Return the attention mask of padded rows, bool [rows, length]. A blank sample, whose length is given as 0, ends
-    with its last token that is not 0."""
+    """Return the attention mask of padded rows, bool [rows, length]. A blank sample, which is added to a micro-batch
+    that has no image, has the length 0 in `sample_lengths`; it ends with its last token that is not 0."""
     columns = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
     lengths, ends = micro.sample_lengths.to(columns.device), ((micro.input_ids != 0) * (columns + 1)).amax(1)
     return columns[None] < torch.where(lengths > 0, lengths, ends)[:, None]

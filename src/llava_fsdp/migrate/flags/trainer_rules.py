@@ -120,7 +120,7 @@ def quantized(context: RuleContext, value: object) -> Translation:
 
 def timeout(context: RuleContext, value: object) -> Translation:
     """Return what --ddp_timeout, the seconds that a collective waits, becomes in llava_fsdp. Some trainers set years by
-    default; such a value is no override of the command (`context.decided`)."""
+    default; then `context.decided`, the overrides of the command, has no timeout."""
     if "comm.timeout" in context.decided:
         return mapped(context.tell("comm.timeout"))
     return implied("so long that it means no limit; comm.timeout stays at half an hour")

@@ -77,8 +77,9 @@ def pass_on(launch: TrainingCommand, flags: dict[str, object]) -> TrainingComman
 
 
 def with_accelerate(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
-    """Return a run with the settings of its Accelerate file, and the path of that file: None if it is one of TRL's own,
-    or is not found. The name of a file that is not found is added to `missing`. `given`: files that the user named."""
+    """Return a run with the settings of its Accelerate file, and the path of that file: None for one of TRL's own, or
+    if it is not found. The name of a file that is not found is added to `missing`. `given`: files that the user named.
+    """
     named = run.launch.flags.get("config_file")
     if run.launch.script == "trl sft" and named in TRL_ACCELERATE:
         return replace(run, accelerate=Settings(f"TRL's {named}.yaml", TRL_ACCELERATE[str(named)])), None
@@ -87,9 +88,9 @@ def with_accelerate(run: SourceRun, script: Path, given: Files, missing: list[st
 
 
 def with_deepspeed(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
-    """Return a run with the settings of its DeepSpeed file, and the path of that file: None if there is none, it is one
-    of ms-swift's own, or it is not found. The name of a file that is not found is added to `missing`. `given`: files
-    that the user named."""
+    """Return a run with the settings of its DeepSpeed file, and the path of that file: None without such a file, for
+    one of ms-swift's own, or if it is not found. The name of a file that is not found is added to `missing`. `given`:
+    files that the user named."""
     inner = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
     named = run.flags.get("deepspeed") or run.launch.flags.get("deepspeed_config_file") or inner
     if not named:

@@ -63,7 +63,7 @@ def has_config(arguments: Sequence[str]) -> bool:
 
 
 def trainer_of_config(keys: Collection[str]) -> Trainer | None:
-    """Return for which of ms-swift, LLaMA-Factory and TRL these keys of a YAML file are flags; None for no one."""
+    """Return which of ms-swift, LLaMA-Factory and TRL has the keys of a YAML file as flags; None for other files."""
     if "model_name_or_path" in keys:
         if {"dataset_name", "datasets"} & set(keys):
             return Trainer.trl

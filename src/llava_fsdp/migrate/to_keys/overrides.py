@@ -243,7 +243,7 @@ def sharding(run: SourceRun) -> Overrides:
 
 
 def parallel(run: SourceRun) -> Overrides:
-    """Return llava_fsdp's overrides for DeepSpeed's tensor and sequence parallelism; empty without both."""
+    """Return llava_fsdp's overrides for DeepSpeed's tensor and sequence parallelism; empty if it uses neither."""
     sizes = {"parallel.tensor": run.tensor, "parallel.context": run.context}
     return {key: size for key, size in sizes.items() if size > 1}
 
