@@ -131,8 +131,8 @@ def interfaces(context: DoctorContext) -> Iterator[Finding]:
 
 
 def places(context: DoctorContext) -> Iterator[Finding]:
-    """Check that the paths and the model's parts exist. Set `is_missing` and `unreadable` of the context, which later
-    checks read."""
+    """Check that the paths and the model's parts exist. Set `is_missing` and `unreadable_key` of the context, which
+    later checks read."""
     for finding in config_checks.judge_paths(context.cfg):
         context.is_missing |= finding.level is Level.FAIL
         yield finding
@@ -145,7 +145,7 @@ def places(context: DoctorContext) -> Iterator[Finding]:
 
 
 def needs(context: DoctorContext) -> Iterator[Finding]:
-    """Check that the device supports the precision, and the software what the configuration asks for."""
+    """Check that the GPUs or CPUs support the precision, and that the software has what the configuration needs."""
     yield from config_checks.judge_precision(context.cfg, context.torch.devices, context.has_bf16)
     checks = software.needs_of(context.settled)
     if context.unreadable_key is not None:

@@ -26,7 +26,8 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def judge_paths(cfg: Config) -> Iterator[Finding]:
-    """Check that every path that the training reads exists, and that its `output_dir` is not one of them."""
+    """Check that every path that the training reads exists, and that its `output_dir` is another path. Paths that a run
+    does not read because it continues from a checkpoint may be missing."""
     paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     if cfg.checkpoint.resume != "never" and list_checkpoints(Path(cfg.output_dir) / FOLDER):
@@ -47,7 +48,8 @@ def judge_paths(cfg: Config) -> Iterator[Finding]:
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
     """Check where each part of the model is: on this machine, in the Hugging Face cache folder `cache`, or still to be
-    downloaded. Environment variables may forbid downloads."""
+    downloaded, which environment variables may forbid. A name that begins with `package:` is that of a model in this
+    package, with random weights."""
     names = {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     if cfg.model.checkpoint is not None:
         names = {"model.checkpoint": cfg.model.checkpoint}

@@ -114,7 +114,7 @@ class DoctorContext:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """`needs`; None if the prediction fails."""
+        """Memory and disk space of the training, as `needs` predicts them; None if they cannot be predicted."""
         if self.unreadable_key is not None:
             return None
         try:

@@ -46,8 +46,8 @@ LOGGED = 1 << 30
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
     """Compare model files, or all files of model folders, with the digests recorded in `llava_fsdp.json` in their
-    folders. Files without a digest are not checked. Collective: the ranks of one machine divide the files among
-    themselves. Only the rank with `is_first` logs.
+    folders. Files without a digest are not checked, which is logged for models. Collective: the ranks of one machine
+    divide the files among themselves. Only the rank with `is_first` logs.
 
     Raises:
         DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.

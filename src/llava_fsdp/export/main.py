@@ -96,7 +96,10 @@ def prove_written(
     form: FolderFormat,
     apart: Adapted | None,
 ) -> None:
-    """Compare what was written with its source: the arguments are those of `write`. Raise ModelError if it differs."""
+    """Load the folder `staged` that an export has written, and compare its logits with those of its source (for a whole
+    model of transformers, its weights). Raise ModelError if they differ. The arguments are those with which `write`
+    wrote the folder: `sources` are stored values by parameter name, and `apart` are the LoRA adapters in a subfolder,
+    or None."""
     if isinstance(source, WholeSource):
         return prove_class(staged, {name: Rounded(stored, dtypes[name]) for name, stored in sources.items()})
     prove(form if apart is None else FolderFormat.hf, source.model, sources, dtypes, staged, source.image_tokens)

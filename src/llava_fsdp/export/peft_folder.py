@@ -42,7 +42,8 @@ from llava_fsdp.runtime.text.log import log
 
 
 def write_adapters(staged: Path, adapted: Adapted) -> None:
-    """Write LoRA adapters into the subfolder `adapter` of an exported base model, before it gets its final name."""
+    """Write the LoRA adapters of a model, and their adapter_config.json, into the subfolder `adapter` of its exported
+    base model `staged`, which has its configuration already."""
     folder = staged / FOLDER
     folder.mkdir()
     tensors = {n: whole_rows(t).contiguous() for n, t in adapted.sources.items() if is_adapter(n)}
@@ -52,13 +53,15 @@ def write_adapters(staged: Path, adapted: Adapted) -> None:
 
 
 def in_class(name: str) -> str:
-    """Translate the name of an adapter's parameter to its name in a file of peft for transformers' LLaVA class."""
+    """Translate llava_fsdp's name of an adapter's parameter to its name in peft's file for transformers' LLaVA class.
+    peft leaves the adapter's name `default` out of files."""
     name = f"{PEFT}model.{name}"
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 
 def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
-    """Return the contents of adapter_config.json. `model` is transformers' model, on the meta device.
+    """Return the contents of adapter_config.json for LoRA adapters. `model` is transformers' model to which they
+    belong, on the meta device.
 
     vLLM needs the last parts of the modules' names in `target_modules`. To peft these mean every module whose name ends
     so, also in the vision tower; those that have no adapter are in `exclude_modules` (peft 0.14 and later).
@@ -86,18 +89,20 @@ def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
 
 
 def with_rounded_base(adapted: Adapted, dtypes: dict[str, torch.dtype]) -> Adapted:
-    """Return a model with adapters, and its base rounded to the dtypes in which it is exported."""
+    """Return a copy of `adapted`, the stored values of a model with LoRA adapters, in which those of the base model are
+    rounded to the dtypes of an export. `dtypes` are by parameter name in a model without adapters."""
     rounded = {n: t if is_adapter(n) else Rounded(t, dtypes[without_base(n)]) for n, t in adapted.sources.items()}
     return replace(adapted, sources=rounded)
 
 
 def prove_adapters(staged: Path, model: Llava, adapted: Adapted, rule: ImageTokens) -> None:
     """Load an exported base model with transformers, put its adapters on it with peft, and compare the logits with
-    those of the model with adapters. Raises ModelError if they differ, or peft does not use every adapter.
+    those of the source. Raises ModelError if they differ, or peft does not use every adapter.
 
     Args:
-        staged: the exported folder, whose base model is the source's in its own dtypes.
+        staged: the exported folder: the base model, and the adapters in the subfolder `adapter`.
         model: a model of the same architecture without adapters; its weights are not used.
+        adapted: the source: its adapters, and the values of its base model, rounded as they were exported.
         rule: computes which tokens an image gets.
     """
     compute, (micro, sizes) = compute_dtype(model), random_rows(model, rule)

@@ -156,8 +156,8 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open a checkpoint that was checked before. Trained weights are read from it, and frozen weights from the models
-    that the training loaded.
+    """Open a checkpoint, whose files were checked before. Trained weights are read from it, and frozen weights from the
+    models that the training loaded. `cfg` may change how images are fitted and the name of the vision tower.
 
     Raises:
         CheckpointError: the frozen weights differ from those with which the model was trained.
@@ -207,7 +207,9 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), merged into its base model."""
+    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), merged into its base model. Raises
+    ModelError if the adapter does not fit the base model, was trained on another one, or was not changed by training.
+    """
     opened = open_adapter(folder)
     notes = read_notes(folder)
     model_config = read_base(opened, cfg.base or cfg.language, cfg.vision)
@@ -249,8 +251,9 @@ def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], wher
 
 
 def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dict[str, Stored]:
-    """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model. The
-    tensors of the adapter folder replace or complete those of the base model."""
+    """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model: those of
+    the base model (`base`) and the adapters. Other tensors of the adapter folder, such as the projector's, replace
+    those of the base model."""
     adapted_modules = set(adapter_folder.modules)
     trained_beside = {
         without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)
@@ -299,8 +302,8 @@ def describe_model(
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
     """Return a description of the LLaVA model in a folder. Settings such as the conversation template come from the
-    folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them. The weights of `model` are not
-    used."""
+    folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them; `image_aspect_ratio` and `vision`
+    of `cfg` replace those of the folder. The weights of `model` are not used."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -349,7 +352,7 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
     """Return a setting in `notes`, the contents of a model folder's `llava_fsdp.json`, as a member of an enumeration;
     `default` if the file lacks the setting. Raises ModelError if its value is not a member."""
     value = notes.get(key, default.value)
-    value = VALUES.get((f"data.{key}", str(value)), value)
+    value = VALUES.get((f"data.{key}", str(value)), value)  # today's name of a value that was renamed
     if value not in [choice.value for choice in kind]:
         raise ModelError(f"{folder / NOTES} has {key}={value}; it must be {' or '.join(str(c.value) for c in kind)}")
     return kind(value)

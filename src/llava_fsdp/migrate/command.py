@@ -54,7 +54,8 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Differences between the command and the original training, and contradictions between the input files."""
+        """Remarks for the user: where the command trains differently from the original, and where the input files
+        contradict each other."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if run.trainer:
@@ -73,7 +74,8 @@ class Migration:
 
 
 def migrate(run: SourceRun) -> Migration:
-    """Translate a training of another system."""
+    """Translate a training of another system into overrides of llava_fsdp (all, and those that differ from defaults),
+    and a table of what each of its settings becomes."""
     decided = decide(run)
     kept = drop_defaults(decided)
     context = RuleContext(run, decided, frozenset(decided) - frozenset(kept))

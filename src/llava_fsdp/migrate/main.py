@@ -53,8 +53,8 @@ class Request:
 
 
 def main() -> None:
-    """Print the llava-fsdp command for each run in the given files. Exits with `USER` if a run cannot be migrated
-    completely."""
+    """Print the llava-fsdp command for each training in the files that the command line names. Exits with the code of
+    an error if there is one, and with `USER` if a command is not complete."""
     setup_logging()
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, end="")

@@ -114,8 +114,8 @@ def row_of(
 
 
 def default_rows(context: RuleContext) -> Iterator[TableRow]:
-    """Yield rows for keys that the files leave at their default value (DeepSpeed's or the training program's), if the
-    command must set this value or cannot express it."""
+    """Yield the rows of the table for settings that the files leave at their default value (DeepSpeed's or the training
+    program's), if the command must set this value or cannot express it."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

@@ -85,7 +85,8 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource]) -> None:
-    """Check that the indexes match the files of the datasets; print a line for each.
+    """Check that the indexes match the files of the datasets; print a line for each, or one JSON object. `encoding` is
+    the encoder, which makes token ids of records, and the reader of their images.
 
     Raises:
         DataError: samples or images have changed since an index was made; the message names them.
@@ -104,8 +105,8 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource]) -> None:
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource], folder: Path) -> dict[str, Any]:
-    """Examine and index a dataset, write a report about its samples to `folder`, and return it. `encoding` has what
-    makes token ids and images of records."""
+    """Examine and index a dataset, write a report about its samples to `folder`, and return it. `encoding` is the
+    encoder, which makes token ids of records, and the reader of their images."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)

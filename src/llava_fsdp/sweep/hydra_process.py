@@ -47,6 +47,7 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
     errors = io.StringIO()
 
     def task(node: DictConfig) -> float:
+        """Run one job, and return the value that Hydra's sweeper minimizes."""
         job = run_job(node, stop)
         jobs.append(job)
         if not job.is_done or job.value is None:

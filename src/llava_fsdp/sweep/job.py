@@ -93,8 +93,9 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
-    """Run a job to its end, and return how it ended. A failure is logged and recorded, not raised. `node`: the
-    training's configuration, as Hydra composed it."""
+    """Run a job (one training of a sweep) to its end, and return how it ended. A failure is logged and recorded, not
+    raised. `node`: the training's configuration, as Hydra composed it. `stop`: tells whether the user has stopped the
+    sweep."""
     if not log().handlers:  # this is a new process that Hydra's launcher started for the job
         setup_logging()
     settings = HydraConfig.get()
@@ -169,8 +170,9 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
-    """Wait for free GPUs, and run a job on them with torchrun. `stop_level` is as in `run_torchrun`. Raises JobFailed
-    if the training fails, or if the user stopped the sweep before it began."""
+    """Wait for free GPUs, and run a job on them with torchrun. `stop_level` returns more than 0 once the user has
+    stopped the sweep (see `run_torchrun`). Raises JobFailed if the training fails, or if the sweep was stopped before
+    it began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)

@@ -28,7 +28,8 @@ PRINTED = ("steps", "loss", "lowest val loss", "best val score", "tokens/s", "me
 
 @restoring_umask()
 def write_results(folder: Path, jobs: Sequence[Job]) -> None:
-    """Write the results of all jobs into a sweep's folder. An error is logged and does not end the sweep."""
+    """Write the results of all jobs, and the page that compares them, into a sweep's folder. If a job is private, only
+    the owner can read them. An error is logged and does not end the sweep."""
     if not jobs:
         return
     if any(job.private for job in jobs):
@@ -58,7 +59,7 @@ def write_page(folder: Path) -> None:
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """Return the (first) job with the lowest `value`; None if no job has finished."""
+    """Return the (first) job with the lowest `value`, which the sweep minimizes; None if no job has finished."""
     done = [job for job in jobs if job.is_done and job.value is not None]
     return min(done, key=lambda job: job.value or 0.0, default=None)
 

@@ -96,6 +96,7 @@ def supervise(words: Sequence[str], stop: StopRequest) -> int:
     child = subprocess.Popen(start, start_new_session=True)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        """Raise the level of the stop request by one; at the third signal, end everything."""
         level = stop.level() + 1
         if level > NOW:
             child.kill()  # processes that the child has started end with it

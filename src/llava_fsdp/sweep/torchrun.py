@@ -120,13 +120,14 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, stop_level
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the status that the latest start wrote; empty if it is `earlier`, the status before this start."""
+    """Return the status that the latest start of a training has written into its folder; empty if it has written
+    nothing, so that the folder still has the `earlier` one."""
     status = read_status(folder)
     return {} if status is None or status == earlier else status_of_latest_start(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """Return the exit code of the rank that failed first; ExitCode.BUG if the status has none."""
+    """Return the exit code of the rank that failed first, from a training's status; ExitCode.BUG if it has none."""
     try:
         return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def check_exchange(world: World) -> None:
-    """Send each rank one number by an all-to-all, as experts on several ranks exchange tokens."""
+    """Check the all-to-all, by which experts on several ranks exchange tokens: each rank sends one number to each."""
     ranks = torch.arange(world.size, device=world.device)
     received = torch.empty_like(ranks)
     dist.all_to_all_single(received, world.rank * world.size + ranks)
@@ -76,7 +76,8 @@ def check_exchange(world: World) -> None:
 
 
 def check_messages(world: World) -> None:
-    """Send numbers to the next rank, the last rank to the first, as the stages of a pipeline do."""
+    """Check messages between two ranks, as the stages of a pipeline send them: each rank sends numbers to the next, the
+    last one to the first."""
     sent = torch.full((4,), float(world.rank), device=world.device)
     received = torch.empty_like(sent)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size

@@ -112,7 +112,7 @@ def judge_speed(
 
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
-    """Yield a result only if no file can be created in a folder, or in its nearest parent that exists."""
+    """Check that files can be created in a folder, or in its nearest parent that exists; yield nothing if they can."""
     present = nearest_existing(folder)
     try:
         with tempfile.TemporaryFile(dir=present):

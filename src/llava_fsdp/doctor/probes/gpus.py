@@ -95,6 +95,8 @@ def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) ->
 
 
 def read_torch() -> TorchFacts:
+    """Return what torch reports about itself and the GPUs. Another process asks torch, which may hang or crash with a
+    broken driver; `error` then says so."""
     text = output_of([sys.executable, "-P", "-m", "llava_fsdp.doctor.probes.torch_probe"], TORCH_SECONDS)
     try:
         return TorchFacts(**json.loads((text or "").strip().splitlines()[-1]))

@@ -57,6 +57,7 @@ def read_infiniband() -> dict[str, str]:
 
 
 def lookup(host: str) -> str | None:
+    """Return the IPv4 address of a host name; None if it has none."""
     try:
         return socket.gethostbyname(host)
     except OSError:

@@ -27,6 +27,7 @@ OFF = ("", "0", "off", "false", "info")
 
 
 def version_of(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -138,7 +139,8 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Run the functions of `needs_of`. If one fails, the others still run."""
+    """Check what the configuration needs by calling functions (`needs_of`), each of which returns a description of what
+    is there, or raises an error. After an error the other functions are still called."""
     for name, need in needs.items():
         try:
             yield ok(name, need())

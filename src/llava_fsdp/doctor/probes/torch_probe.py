@@ -28,6 +28,7 @@ def main() -> None:
 
 
 def nccl_version() -> str | None:
+    """Return the version of the NCCL that torch was built with, such as `2.27.3`; None without NCCL."""
     try:
         from torch.cuda import nccl
 

@@ -101,8 +101,8 @@ def what_is_seen(key: ConfigKey) -> str | None:
 
 
 def answers_alone(parts: Parts) -> bool:
-    """Return whether a model must answer each prompt alone. In a batch, padding precedes the shorter prompts, and some
-    attention counts it: that of MiniMax-M3 chooses blocks of keys by their places in the row.
+    """Return whether a model must answer each prompt alone. In a batch, shorter prompts have padding in front, which
+    changes what some models compute: MiniMax-M3's attention chooses blocks of keys by their positions in the row.
 
     If rows of the model can be packed, its layers attend by their masks, which exclude padding. Any other model is
     tried with a small copy of its language model. If there is none, it answers each prompt alone.

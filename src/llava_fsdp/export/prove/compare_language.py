@@ -127,8 +127,9 @@ def suspects(config: PretrainedConfig) -> list[str]:
 
 @lru_cache(maxsize=64)
 def text_difference(key: ConfigKey) -> tuple[float, float | None]:
-    """Compare the logits of random text of a small copy in transformers' own class and in this package's. Return the
-    largest difference, relative to the largest logit; and the factor by which all logits differ, or None.
+    """Compare the logits of random text in a small copy of a language model between transformers' own class and this
+    package's. Return the largest difference, relative to the largest logit; and the factor by which all logits differ,
+    or None. `key` has the configuration of the model in the form of a key for the cache.
 
     Raises:
         ModelError: no small copy can be made.
@@ -190,7 +191,8 @@ def check_size(config: PretrainedConfig) -> None:
 
 
 def random_model(parts: Parts) -> Architecture:
-    """Return a model on the CPU with random weights in fp32. The folders of its parts are not read."""
+    """Return a model on the CPU with random weights in fp32. Those of the output layer are enlarged, so that logits are
+    about as large as a trained model's. The folders of the model's parts are not read."""
     cfg = ModelConfig(
         name="own", language="", vision="", checkpoint=None, projector="random", projector_type="linear",
         select_layer=-2, patch_merge=PatchMerge.flat, select_feature=Feature.auto, image_start_end=False,

@@ -31,8 +31,9 @@ SPARE = 3
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
 def compare_whole(source: SourceModel) -> None:
-    """Check that a small copy of a whole model, with random weights, has the same logits here as in its class in
-    transformers, for text with an image. Only rank 0 calls this. If no small copy can be made, a warning says so.
+    """Check that a small copy of a LLaVA that was read as a whole (`model.checkpoint`), with random weights, has the
+    same logits here as in its class in transformers, for text with an image. Only rank 0 calls this. If no small copy
+    can be made, a warning says so.
 
     A folder of the original LLaVA is not compared, because transformers has no class for it. Raises UnlikeOwnClass if
     the logits differ.

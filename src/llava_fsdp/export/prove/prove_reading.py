@@ -81,7 +81,8 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
 
 
 def own_language_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Load the language model in a folder, or the vision-language model with it, with transformers' own class."""
+    """Load the model in a folder with its own class in transformers, for evaluation: a language model, or the
+    vision-language model of which it is a part."""
     transformers_logging.disable_progress_bar()
     is_inside = is_vision_language_model(read_config(folder, "model.language"))
     kind = cast("Any", AutoModelForImageTextToText if is_inside else AutoModelForCausalLM)

@@ -63,9 +63,9 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
 
 
 def rehearse(source: SourceModel | WholeSource, dtype: torch.dtype) -> None:
-    """Check that a model can be exported for transformers, before it is trained: by the export of a small copy, or for
-    a whole model of transformers by the names and shapes of its weights, and by the tokens that end its answers. Only
-    rank 0 calls this. Raises ModelError or ConfigError if the model cannot be exported."""
+    """Check that a model can be exported for transformers, before it is trained. A small copy of a LLaVA is exported.
+    For a whole model of transformers, the names and shapes of its weights are checked, and that `generate` ends answers
+    at the right tokens. Only rank 0 calls this. Raises ModelError or ConfigError if the model cannot be exported."""
     if isinstance(source, WholeSource):
         with TemporaryDirectory(prefix="llava_fsdp-") as made:
             write_generation_of_class(source.folder, source.model.language_config, Path(made))
@@ -171,7 +171,8 @@ def name_the_model(model: Llava) -> Iterator[None]:
 
 
 def cure(model: Llava) -> str:
-    """Return a text that names the key with which a training needs no export, and what can be written later."""
+    """Return advice for the user whose model cannot be exported for transformers: the key with which a training makes
+    no export, and whether an export for the original LLaVA can be made later."""
     key = "export.merge=false" if model.cfg.lora.enabled else "export.enabled=false"
     later = " (llava-fsdp export format=llava can write one for the original's programs later)"
     return f"set {key} to train without an export{later if why_not_original(model) is None else ''}"
@@ -189,8 +190,8 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
 
 
 def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
-    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`, which are
-    llava_fsdp's names; transformers' names are converted to these before they are compared."""
+    """Raise ModelError unless transformers' model with this configuration has exactly the parameters and saved buffers
+    `names`, which are llava_fsdp's names; transformers' names are converted to these before they are compared."""
     needed = {name for output in plan_save(config, read_nothing).values() for name in output.sources}
     if needed != set(names):
         raise ModelError(f"transformers' class and this model do not agree about {min(needed ^ set(names))}")

@@ -61,8 +61,8 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
 
 
 def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
-    """Return the configuration of a small copy of a model's vision tower, and the value of `model.select_layer` for it.
-    Raises NoSmallCopy if no small copy can be made."""
+    """Return the configuration of a small copy of a model's vision tower, which keeps 3 layers or more if there are as
+    many, and the value of `model.select_layer` for the copy. Raises NoSmallCopy if no small copy can be made."""
     vision = model.parts.vision
     depth = min(vision.num_hidden_layers, max(3, count_layers(model.vision_tower)))
     small = shrink_image(shrink(vision, depth), model.cfg.shuffle_factor)
@@ -98,8 +98,8 @@ def kind_of_layer(block: nn.Module) -> tuple[Any, ...]:
 
 
 def comparable(value: Any) -> Any:
-    """Return what `kind_of_layer` compares of a setting: the value, or of a number its type and whether it is not 0, or
-    of another object its type."""
+    """Reduce a module's setting to what must be equal in layers of the same kind: a text, a bool or None to itself, a
+    number to its type and whether it is nonzero, any other object to its type."""
     if isinstance(value, bool | str | None):
         return value
     return (type(value), bool(value)) if isinstance(value, int | float) else type(value)
@@ -200,8 +200,8 @@ def shrink_layer(cfg: ModelConfig, depth: int, new_depth: int) -> int:
 
 
 def check_same_structure(model: Llava, small: Llava) -> None:
-    """Raise NoSmallCopy if the small copy of a model has parameters of other names than the model (apart from layer
-    numbers), or is not small."""
+    """Raise NoSmallCopy if a small copy does not have the structure of its model, or is not small. Parameters must have
+    the same names apart from layer numbers, and the vision tower must drop its CLS token in both or in neither."""
 
     def names(module: nn.Module) -> set[str]:
         found = (re.sub(r"\.\d+\.", ".0.", name) for name, _ in module.named_parameters())
@@ -233,6 +233,7 @@ def random_values(model: Llava) -> dict[str, Drawn]:
 
 
 def scale(shape: torch.Size) -> float:
-    """Return the standard deviation of a small copy's parameter of this shape."""
+    """Return the standard deviation of the random values of a small copy's parameter with this shape: that with which a
+    matrix keeps the size of its inputs, and 0.5 for a vector."""
     fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
     return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5

@@ -140,7 +140,8 @@ def prove(
     rule: ImageTokens,
 ) -> Distance:
     """Load an exported folder and compare its logits with those of the weights that were exported (`sources`), rounded
-    to the dtypes of the export. Return the distance between them. `rule` computes which tokens an image gets.
+    to the dtypes of the export. Return the distance between them. `model` has the architecture, and its weights are not
+    used. `rule` computes which tokens an image gets.
 
     The logits must be equal if llava_fsdp's model class loads the export, and close if transformers' model class loads
     it. If weights were rounded, the log says how far the export is from the weights before that; no bound applies to

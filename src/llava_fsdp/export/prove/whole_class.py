@@ -29,8 +29,8 @@ def without_padding(micro: MicroBatch) -> MicroBatch:
 
 
 def mask_of(micro: MicroBatch) -> torch.Tensor:
-    """Return the attention mask of padded rows, bool [rows, length]. A blank sample, whose length is given as 0, ends
-    with its last token that is not 0."""
+    """Return the attention mask of padded rows, bool [rows, length]. A blank sample, which is added to a micro-batch
+    that has no image, has the length 0 in `sample_lengths`; it ends with its last token that is not 0."""
     columns = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
     lengths, ends = micro.sample_lengths.to(columns.device), ((micro.input_ids != 0) * (columns + 1)).amax(1)
     return columns[None] < torch.where(lengths > 0, lengths, ends)[:, None]
@@ -108,14 +108,14 @@ def check_generates(model: Any, ids: torch.Tensor, inputs: Mapping[str, torch.Te
 
 
 def row_with_images(model: Any, micro: MicroBatch) -> int:
-    """Return the index of the row that has the most image tokens."""
+    """Return the index of the row of a micro-batch that has the most image tokens; 0 if the model has no such token."""
     token = getattr(model.config, "image_token_id", None)
     return 0 if token is None else int((micro.input_ids == token).sum(1).argmax())
 
 
 def accepted_inputs(model: Any, images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the inputs that the class of a model takes, with floats in its dtype. The class numbers the positions of
-    the tokens itself."""
+    """Return those of a micro-batch's image inputs that transformers' `model` accepts, with floats in its dtype. The
+    positions of the tokens are left out, because the model computes them itself."""
     names = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
     return {
         name: value.to(model.dtype) if value.is_floating_point() else value

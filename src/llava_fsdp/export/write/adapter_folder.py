@@ -114,8 +114,9 @@ class AdapterWriter:
         tensors: Mapping[str, Stored],
         history: dict[str, Any],
     ) -> None:
-        """Write a folder that is empty or absent: the tensors (by llava_fsdp's parameter names), their configuration,
-        and `llava_fsdp.json` with the history. Only one tensor of the adapters is in memory at a time.
+        """Write a LoRA adapter folder, which must be empty or absent before: the tensors, given by llava_fsdp's
+        parameter names, their configuration, and `llava_fsdp.json` with the history. Only one tensor of the adapters is
+        in memory at a time.
 
         `history` is the id of the training, its stage and the step that produced the adapter.
         """
@@ -138,7 +139,8 @@ class AdapterWriter:
         write_notes(replace(self.source, history=history), folder, notes)
 
     def write_adapters(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
-        """Write the file that peft reads. `tensors`: by llava_fsdp's names."""
+        """Write `adapter_model.safetensors`, the adapters' weights in the file that peft reads. `tensors` are their
+        stored values by llava_fsdp's names; they are read one at a time."""
         renamed = {self.rename(name): tensor for name, tensor in tensors.items()}
         file = folder / ADAPTER_FILES[0]
         with ThreadPoolExecutor(1, "digest") as hasher:
@@ -195,7 +197,8 @@ class AdapterWriter:
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
-        """Return about how many bytes a folder with these tensors takes."""
+        """Return about how many bytes a folder with these tensors takes. Those for `non_lora_trainables` are written
+        twice."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if self.is_apart(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small_files.values())
@@ -233,7 +236,8 @@ def small_files(source: SourceModel | WholeSource, dtype: torch.dtype) -> dict[s
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
     """Return the names of the tensors to save in the LoRA adapter folder of a training: tensors that it trains, tensors
-    of the adapter from which it continues, and the projector if it is not part of the base model."""
+    of the adapter from which it continues, and the projector if it is not part of the base model. `sources` tells from
+    where each parameter gets its first values."""
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
     def must_save(name: str, source: Stored) -> bool:

@@ -92,6 +92,7 @@ class GapRule:
 
     @property
     def jinja(self) -> str:
+        """Jinja code that outputs a space where this rule puts one before the text in the variable `stretch`."""
         if not self.everywhere:
             return ""
         unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
@@ -133,6 +134,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
     """Return a chat template for transformers (Jinja) that formats conversations as training does with one of
     llava_fsdp's conversation templates. `start_end` says whether each image is between `<im_start>` and `<im_end>`, and
     `adds_bos` whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
+    `gap` says where a space precedes text after an image. With `video`, videos are accepted like images.
 
     The content of a message may be text with `<image>` tags, or a list of parts of type `image` and `text`. As in
     training, the image of a message with exactly one image is moved to the front of the message, an answer before the
@@ -184,9 +186,10 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
 
 def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the language
-    model's own chat template. It turns messages into those of training (see `chat_template`), and then contains the own
-    template, which gets thoughts, calls of tools and their results unchanged if it shows them. `gap` applies between a
-    BOS token that a processor adds and the text."""
+    model's own chat template. Its code rewrites the messages as training does (an answer before the first question is
+    left out, for example), and then contains the own template, which gets thoughts, calls of tools and their results
+    unchanged if it shows them. `start_end`: each image is between `<im_start>` and `<im_end>`. `gap` says whether a
+    space follows a BOS token that a processor adds. With `video`, videos are accepted like images."""
     takes_parts, extra = template.images is not None, read_beside_text(template)
     has_tools = "tool_calls" in extra
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
@@ -228,8 +231,8 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, vid
 
 
 def read_beside_text(template: ChatTemplate) -> list[str]:
-    """Return the keys of an answer, beside its content, that a language model's own chat template shows: for a thought
-    and for calls of tools."""
+    """Return the keys of an assistant's message that a language model's own chat template shows beside `content`: the
+    key of a thought (reasoning) and `tool_calls`. Empty if it shows neither, or training cannot use it."""
     try:
         features = template.features
     except Unfit:
@@ -238,8 +241,9 @@ def read_beside_text(template: ChatTemplate) -> list[str]:
 
 
 def extra_lines(keys: Sequence[str], content: str) -> list[str]:
-    """Return lines of Jinja code that add a message which has one of `keys`, or is the result of a call if the template
-    shows calls, as it is but for its content, and begin the branch for all others. Without keys there are no lines."""
+    """Return lines of Jinja code for a message that has more than text: a value under one of `keys` or, if `tool_calls`
+    is one of them, the role `tool`. The lines add the message to the list `chat.messages`, with the Jinja expression
+    `content` as its content and all else unchanged, and begin the branch for other messages. Empty without keys."""
     if not keys:
         return []
     has_extra = " or ".join(f"message['{key}']" for key in keys)
@@ -253,7 +257,8 @@ def extra_lines(keys: Sequence[str], content: str) -> list[str]:
 
 
 def bos_lines(gap: GapRule) -> tuple[str, ...]:
-    """Return lines of Jinja code that output the BOS token with which the variable `text` begins, and take it off."""
+    """Return lines of Jinja code that output the BOS token with which the variable `text` begins, remove it from
+    `text`, and output a space if `gap` puts one before the rest."""
     return (
         "{{- bos_token -}}",
         "{%- set text = text[bos_token | length:] -%}",
@@ -272,7 +277,8 @@ def image_lines(template: ChatTemplate, start_end: bool) -> list[str]:
 
 def stretch_lines(text: str, gap: GapRule) -> list[str]:
     """Return lines of Jinja code that output the conversation in the Jinja variable `text`, split at its `<image>`
-    tags. The Jinja list `chat.tags` has the tag to output for each of them."""
+    tags, with a space before a piece where `gap` puts one. The Jinja list `chat.tags` has the tag to output for each of
+    them."""
     return [
         f"{{%- for stretch in {text}.split('<image>') -%}}",
         "{%- if not loop.first -%}{{- chat.tags[loop.index0 - 1] -}}{%- endif -%}",

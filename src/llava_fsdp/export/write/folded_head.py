@@ -20,21 +20,23 @@ HEAD = "lm_head.weight"
 
 
 def fields_of_folded_head(parts: Parts) -> dict[str, Any]:
-    """Return values for the language model's configuration in an export whose output layer contains the factor of the
-    logits: no key changes logits, and the output layer has a weight of its own. Empty if the logits have no factor."""
+    """Return values for the language model's configuration in an export whose output layer contains the factor by which
+    the language model multiplies its logits: no key changes logits, and the output layer has a weight of its own. Empty
+    if the language model does not change its logits."""
     if parts.logit_change.changes_nothing:
         return {}
     return {**without_change(parts.language), "tie_word_embeddings": False}
 
 
 def factor_to_fold(parts: Parts) -> float:
-    """Return the factor that the exported weight of the output layer must contain: 1 for a whole model of transformers,
-    whose class multiplies its logits itself."""
+    """Return the factor that the exported weight of the output layer must contain, because the language model
+    multiplies its logits by it; 1 for a whole model of transformers, whose class does that itself."""
     return parts.logit_change.factor if parts.class_config is None else 1.0
 
 
 def with_folded_head(weights: Weights, model: Architecture) -> Weights:
-    """Return the weights of a model to export, with the factor of the logits in the weight of the output layer.
+    """Return the weights of a model to export, in which the weight of the output layer contains the factor by which the
+    language model multiplies its logits.
 
     The weight is first rounded to the dtype of the export, as it is without a factor. Multiplying by a power of two
     changes no digit of it; after another factor it is rounded again (`folding_rounds`).
@@ -57,8 +59,8 @@ def with_folded_head(weights: Weights, model: Architecture) -> Weights:
 
 
 def folding_rounds(parts: Parts, dtype: torch.dtype) -> bool:
-    """Return whether the weight of the output layer, in this dtype, is rounded when the factor of the logits is
-    multiplied into it, so that the export's logits differ in their last digits."""
+    """Return whether the weight of the output layer, in this dtype, is rounded when the factor of the language model's
+    logits is multiplied into it, so that the export's logits differ in their last digits."""
     factor = abs(factor_to_fold(parts))
     if factor == 1.0 or dtype == torch.float32:
         return False

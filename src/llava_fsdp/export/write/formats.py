@@ -250,7 +250,7 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     """Write all files of a model folder for transformers except the weights. Return the number of rows that the
-    exported embeddings must have, one for each token that the export adds to the tokenizer."""
+    exported embeddings must have: the trained ones, and further ones if the export adds tokens to the tokenizer."""
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
     has_video = source.aspect is AspectRatio.anyres_max
@@ -364,7 +364,8 @@ def write_generation_of_original(source: SourceModel, staged: Path) -> None:
 
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
     """Write a tokenizer for the original LLaVA: copy that of the folder of the original LLaVA from which the model was
-    loaded, or else convert the language model's."""
+    loaded, or else convert the language model's. A language model's own chat template, if it was trained with, is
+    written too."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     if llava_folder is not None and has_tokenizer(llava_folder):
         copy_files(llava_folder, staged, TOKENIZER_FILES)
@@ -377,9 +378,9 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
 
 
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
-    """Write `config.json` beside a projector, if the original LLaVA has such a model. It can read no other projector;
-    llava_fsdp reads every projector without that file. Raises ConfigError if the projector has no weights, or the
-    vision tower's name is not known."""
+    """Write `config.json` into the folder of a projector alone, if the original LLaVA supports the model; else no file
+    is written, which llava_fsdp does not need. Raises ConfigError if the projector has no weights, or the vision
+    tower's name is not known."""
     check_projector(source.model)
     if why_not_original(source.model) is not None:
         return

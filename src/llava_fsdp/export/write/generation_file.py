@@ -60,9 +60,10 @@ def tokens_with(tokenizer: Tokenizer, text: str) -> set[int]:
 
 def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: int | None) -> dict[str, Any]:
     """Return the contents of a `generation_config.json`: those of the language model's file in `folder`, if there is
-    one, such as its temperature, with the tokens that end an answer. Raises ModelError if transformers cannot read it.
+    one, such as its temperature, with other special tokens. Raises ModelError if transformers cannot read that file.
 
     Args:
+        ends: ids of the tokens that end an answer.
         bos: id of the token with which a sequence begins, for a folder whose file does not name it.
         pad: id of the padding token.
     """
@@ -137,8 +138,9 @@ def write_generation_of_class(folder: Path, language: Any, staged: Path) -> None
 
 
 def write_generation(parts: Parts, staged: Path, ends: Sequence[int], pad: int, rows: int) -> None:
-    """Write `generation_config.json` into `staged`, a model folder for transformers, and check it. `rows` is the number
-    of rows of the exported embeddings."""
+    """Write `generation_config.json` into `staged`, a model folder for transformers, and check it. `ends` are the ids
+    of the tokens that end an answer, `pad` is that of the padding token, and `rows` the number of rows of the
+    embeddings."""
     fields = generation_fields(parts.language_folder, ends, parts.language.bos_token_id, pad)
     write_json(staged / FILE, fields | {"transformers_version": transformers.__version__})
     check_ends(staged, ends, rows)

@@ -27,8 +27,9 @@ NEWER_KEYS = ("backend", "is_local", "local_files_only", "processor_class")
 
 
 def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Return the contents of a `config.json`, saved by transformers 5, with the fields that transformers 4 reads beside
-    them, in all its parts, and without the path from which each part was loaded."""
+    """Return the contents of a `config.json` that transformers 5 has saved, with fields for transformers 4 added and
+    the path from which it was loaded removed, in the language model's and the vision tower's parts too. `config` is the
+    configuration that was saved."""
     rewritten = {key: value for key, value in fields.items() if key != "_name_or_path"}
     for name in ("text_config", "vision_config"):
         if isinstance(rewritten.get(name), dict):
@@ -42,9 +43,9 @@ def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[
 
 
 def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for rotary embeddings in the form of transformers 4 for a part's fields in the form of
-    transformers 5. If transformers 4 would compute something else, `rope_theta` is a text (`NEEDS_5`), so that it
-    fails."""
+    """Return the fields that tell transformers 4 the rotary embeddings of a model. `fields` are those of its
+    configuration in the form of transformers 5, or of a part of it. If transformers 4 would compute something else,
+    `rope_theta` is a text (`NEEDS_5`), so that it fails."""
     rope: dict[str, Any] = fields.get("rope_parameters") or {}
     kind = fields.get("model_type")
     if kind in SCALED:

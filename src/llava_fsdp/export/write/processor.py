@@ -380,7 +380,8 @@ def write_processor(
 
 def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, tokens: int) -> None:
     """Write the files with which transformers' LlavaOnevisionProcessor prepares images, videos and prompts. They are
-    written without transformers, whose video processor needs torchvision."""
+    written without transformers, whose video processor needs torchvision. `folder` has the vision tower's image
+    preprocessing, and `tokens` is the number of image tokens of a tile (an input of the vision tower)."""
     ours = read_preprocessor(folder)
     common = {
         "processor_class": "LlavaOnevisionProcessor",

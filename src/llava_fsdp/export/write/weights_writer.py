@@ -47,7 +47,8 @@ class Weights:
 
 
 def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights:
-    """Return weights together with further tensors, which have their dtypes and every rank has."""
+    """Return weights to which further tensors are added, by name. Every rank has these tensors whole; they are written
+    in their own dtypes."""
     return replace(
         weights,
         shapes=weights.shapes | {name: tuple(own.shape) for name, own in values.items()},
@@ -57,8 +58,9 @@ def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights
 
 
 def with_buffers(weights: Weights, model: Architecture) -> Weights:
-    """Return weights together with the buffers that belong into files, which no training changes: as the model's files
-    have them, or as transformers computes them. `model` may be sharded."""
+    """Return weights to which those buffers of a model are added that are saved in files. No training changes them, so
+    they are read from the files of the model before training, or computed as transformers does. `model` may be sharded.
+    """
     names = buffer_names(model)
     if not names:
         return weights
@@ -90,6 +92,7 @@ def write_shards(
     held: dict[str, torch.Tensor] = {}  # the parameters of one group, gathered on rank 0
 
     def convert(group: TensorGroup) -> dict[str, torch.Tensor]:
+        """Return the tensors of a group as they are written, by name, made of the parameters in `held`."""
         converted = {}
         for name, dtype in group.outputs.items():
             converted[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
@@ -179,8 +182,8 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Te
 def plan_renamed(
     shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart
 ) -> dict[str, LazyTensor]:
-    """Return the tensors for `write_shards` if each parameter is written as one tensor under another name. `shapes` has
-    llava_fsdp's names of the parameters."""
+    """Return the tensors that `write_shards` writes if each parameter becomes one tensor with another name. `shapes`
+    are by llava_fsdp's names of the parameters, whose values are read later with `read`."""
     return {
         rename(name): LazyTensor(shape, [name], lambda box, name=name: read(name, box))
         for name, shape in shapes.items()

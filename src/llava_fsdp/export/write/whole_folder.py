@@ -83,7 +83,8 @@ class WholeSource:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The configuration in the folder; one with two weights if embeddings and output layer have different ones."""
+        """The configuration in the folder, in which embeddings and output layer are not tied if they have different
+        weights."""
         config = read_config(self.folder, "model.checkpoint")
         if self.is_untied:
             for part in {id(part): part for part in (config, config.get_text_config())}.values():
@@ -92,15 +93,14 @@ class WholeSource:
 
     @property
     def is_untied(self) -> bool:
-        """Whether the folder's config.json says that the output layer has the weight of the embeddings, and its files
-        have two different weights."""
+        """Whether embeddings and output layer have different weights, although the folder's config.json ties them."""
         if self.model.language_config.tie_word_embeddings:
             return False
         return tied_weights(whole_model_of(read_config(self.folder, "model.checkpoint"))) is not None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `llava_fsdp.json` says of the model."""
+        """The contents of the export's `llava_fsdp.json` that describe the model and its training."""
         values = {
             "max_length": self.max_length,
             "video_fps": self.video_fps,
@@ -112,7 +112,7 @@ class WholeSource:
 
 
 def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any]) -> WholeSource:
-    """Return the description of a trained model, which may be sharded."""
+    """Return the description of a trained model, which may be sharded. `history`: id of the training, stage, step."""
     assert model.parts.whole is not None
     data = cfg.data
     return WholeSource(
@@ -130,7 +130,8 @@ def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any
 def write_whole_folder(
     form: FolderFormat, source: WholeSource, weights: Weights, staged: Path, notes: Mapping[str, Any]
 ) -> None:
-    """Write a model folder for transformers. Collective; the first rank writes.
+    """Write a model that is one of transformers' own classes into a folder for transformers: its weights, and the other
+    files of the folder that it was read from. Collective; the first rank writes.
 
     Raises:
         ConfigError: the format is not that of transformers.
@@ -156,7 +157,8 @@ def write_whole_folder(
 
 
 def check_plan(source: WholeSource) -> None:
-    """Raise ModelError unless transformers' class saves every parameter of a model. No values are read."""
+    """Raise ModelError unless transformers' class saves every parameter of a model, and the model or its folder has
+    every parameter of the class. No values are read but those of tensors that only the folder has."""
     names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(own.shape) for name, own in names.items()}
     loaded, complete = plan_folder(
@@ -166,16 +168,17 @@ def check_plan(source: WholeSource) -> None:
 
 
 def plan_folder(source: WholeSource, weights: Weights) -> tuple[LoadPlan, Weights]:
-    """Return where in the model's folder the weights of its class are, and weights completed by what is only there."""
+    """Return where in the files of the model's folder the weights of transformers' class are, and `weights` together
+    with those tensors that only these files have (see `with_folders_own`)."""
     config, folder = source.config, source.folder
     loaded = plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
     return loaded, with_folders_own(weights, loaded, folder)
 
 
 def with_folders_own(weights: Weights, loaded: LoadPlan, folder: Path) -> Weights:
-    """Return weights together with what else transformers' class saves and the trainer does not hold, such as buffers.
-    It is read from the folder, with its dtypes there. A buffer that the folder does not have is computed by the class,
-    and left out."""
+    """Return weights together with all else that transformers' class saves, such as buffers, which training does not
+    hold. They are read from the folder, with their dtypes there. A buffer that the folder lacks is left out, because
+    the class computes it. Raises ModelError if neither has one of the class's parameters."""
     model = whole_model_of(loaded.model.config)
     wanted = sorted(names_saved(model) - weights.shapes.keys())
     lacking = [name for name in wanted if name not in loaded.sources]
@@ -186,7 +189,8 @@ def with_folders_own(weights: Weights, loaded: LoadPlan, folder: Path) -> Weight
 
 
 def plan_complete(loaded: LoadPlan, weights: Weights, read: ReadPart) -> dict[str, LazyTensor]:
-    """Return the tensors to write, by their names in the files. Raises ModelError if a weight is in none of them."""
+    """Return the tensors that transformers' class saves, by their names in the files; their values are read later with
+    `read`. Raises ModelError if one of the `weights` is in no tensor. `loaded` says where the model was loaded from."""
     planned = plan_save_again(loaded, read)
     planned = {name: tensor for name, tensor in planned.items() if weights.shapes.keys() >= {*tensor.sources}}
     lost = weights.shapes.keys() - {name for tensor in planned.values() for name in tensor.sources}
@@ -213,7 +217,8 @@ def copy_others(folder: Path, staged: Path) -> None:
 
 
 def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield (folder, names of its files to copy) for a model folder and its subfolders."""
+    """Yield (folder, sorted names of its files to copy) for a model folder and its subfolders. Hidden files, weights,
+    the model's own config.json and llava_fsdp.json, and subfolders with weights are left out."""
     for place, inside, names in os.walk(folder):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
         if Path(place) != folder and any(name.endswith(WEIGHTS) for name in names):

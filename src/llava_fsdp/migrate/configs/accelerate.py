@@ -30,6 +30,7 @@ CHOOSE = unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here")
 
 
 def distributed_type(context: RuleContext, value: object) -> Translation:
+    """Return what Accelerate's `distributed_type` becomes in llava_fsdp."""
     if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
         return mapped(context.tell("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
@@ -40,6 +41,7 @@ def unless_deepspeed(rule: Rule) -> Rule:
     setting that is off is translated as off, in any case; else `rule` translates it."""
 
     def wrapped(context: RuleContext, value: object) -> Translation:
+        """Return what the setting becomes in llava_fsdp."""
         if plain(value) is False or value in (None, "none", ""):
             return OFF
         json = context.run.deepspeed
@@ -60,18 +62,22 @@ def as_flag(flag: str, key: str) -> Rule:
 
 
 def read_file(context: RuleContext, value: object) -> Translation:
-    """Rule for a key that names another file of settings: Accelerate's own, or DeepSpeed's."""
+    """Return what becomes of a key that names another file of settings, Accelerate's (`config_file`) or DeepSpeed's:
+    the file is read, if it was found."""
     found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
     return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 
 
 def strategy(context: RuleContext, value: object) -> Translation:
+    """Return what Accelerate's key for the FSDP sharding strategy, in newer files a boolean, becomes in llava_fsdp."""
     if str(value).upper() not in FSDP_STRATEGIES and not isinstance(plain(value), bool):
         return unsupported(f"{value} is not one of PyTorch's strategies; {context.tell('sharding')}")
     return mapped(context.tell("sharding"))
 
 
 def dynamo_backend(context: RuleContext, value: object) -> Translation:
+    """Return what Accelerate's `dynamo_backend`, a backend of torch.compile, becomes in llava_fsdp. If it is off, a
+    flag of the script may still switch torch.compile on."""
     name, text = str(value).lower(), context.tell("compile")
     if name in ("no", "none", "false", ""):
         return no_effect(f"the script switches it on: {text}") if context.decided.get("compile") else mapped(text)

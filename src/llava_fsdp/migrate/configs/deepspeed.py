@@ -48,9 +48,10 @@ LOSS_SCALE = {
 
 
 def compare_with_flag(value: object, flag_value: object, text: str, flag_name: str) -> Translation:
-    """Return what a key becomes if the training script also sets it (`flag_value`, named `flag_name`). The value `auto`
-    stands for the script's value. Any other value must equal the script's, or else transformers refuses to start the
-    original training (integrations/deepspeed.py)."""
+    """Return what a key of DeepSpeed's configuration becomes if the training script also sets it (`flag_value`, named
+    `flag_name`). `text` names the override that it becomes. The value `auto` stands for the script's value. Any other
+    value must equal the script's, or else transformers refuses to start the original training
+    (integrations/deepspeed.py)."""
     if value == AUTO:
         return mapped(text, flag_value)
     given = [plain(v) for v in value] if isinstance(value, list) else plain(value)
@@ -91,7 +92,8 @@ class Switched:
     flag: str = "enabled"
 
     def __call__(self, context: RuleContext, value: object) -> Translation:
-        """Translate a key: by the values of `flag` in the file, whatever the key's own value is."""
+        """Return what a key becomes in llava_fsdp: it is off as long as no key `flag` in the same object of the file
+        switches the feature on, else not supported. The key's own value does not matter."""
         block = context.key.partition(".")[0]
         assert context.run.deepspeed is not None
         values = context.run.deepspeed.values
@@ -103,6 +105,7 @@ class Switched:
 
 
 def train_batch_size(context: RuleContext, value: object) -> Translation:
+    """Return what DeepSpeed's `train_batch_size` becomes in llava_fsdp."""
     text = context.tell("global_batch_size")
     return compare_with_flag(
         value, context.run.batch, text, "micro-batch x accumulation x GPUs with samples of their own"
@@ -110,6 +113,7 @@ def train_batch_size(context: RuleContext, value: object) -> Translation:
 
 
 def optimizer_type(context: RuleContext, value: object) -> Translation:
+    """Return what DeepSpeed's `optimizer.type` becomes in llava_fsdp, which only has AdamW."""
     if str(value).lower() not in DS_ADAM:
         return unsupported(f"AdamW is the optimizer, and replaces it: {value} has no equivalent here")
     return mapped(
@@ -118,12 +122,14 @@ def optimizer_type(context: RuleContext, value: object) -> Translation:
 
 
 def betas(context: RuleContext, value: object) -> Translation:
+    """Return what the betas in DeepSpeed's `optimizer` entry become in llava_fsdp."""
     theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
     text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
     return compare_with_flag(value, theirs, text, "--adam_beta1, --adam_beta2")
 
 
 def adam_w_mode(context: RuleContext, value: object) -> Translation:
+    """Return what DeepSpeed's switch between Adam (decay as L2) and AdamW becomes in llava_fsdp."""
     if plain(value) or str(context.run.ds("optimizer.type")).lower() == "adamw":
         return implied("decay apart from the gradient: AdamW")
     if context.decided.get("optim.weight_decay") == 0:
@@ -132,6 +138,7 @@ def adam_w_mode(context: RuleContext, value: object) -> Translation:
 
 
 def scheduler_type(context: RuleContext, value: object) -> Translation:
+    """Return what DeepSpeed's `scheduler.type` becomes in llava_fsdp."""
     if not any(value == kind for kind, _ in DS_SCHEDULES):
         return unsupported(f"{value} has no equivalent here; {context.tell('optim.schedule')}")
     return mapped(
@@ -141,7 +148,8 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
 
 
 def half_enabled(context: RuleContext, value: object) -> Translation:
-    """Rule for `bf16.enabled` and `fp16.enabled`."""
+    """Return what DeepSpeed's `bf16.enabled` or `fp16.enabled` (`context.key`) becomes in llava_fsdp. It must agree
+    with the script's flag --bf16 or --fp16; `auto` takes the flag's value."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = context.run.is_half(name)
     is_on = theirs if value == AUTO else plain(value) is True
@@ -150,7 +158,8 @@ def half_enabled(context: RuleContext, value: object) -> Translation:
 
 
 def bf16_master_weights(context: RuleContext, value: object) -> Translation:
-    """Translate DeepSpeed's keys for master weights, or moments, in bf16. An earlier rule has decided the precision."""
+    """Return what DeepSpeed's keys for master weights, or moments, in bf16 become in llava_fsdp. `context.decided` has
+    the overrides of the whole command, in which these keys are taken into account already."""
     if not plain(value):
         return implied("master weights and moments are fp32, as here")
     if context.decided.get("precision") != "bf16_pure":
@@ -160,6 +169,7 @@ def bf16_master_weights(context: RuleContext, value: object) -> Translation:
 
 
 def fp16_detail(context: RuleContext, value: object) -> Translation:
+    """Return what a key of DeepSpeed's block `fp16` other than `enabled` (such as `loss_scale`) becomes here."""
     if context.decided.get("precision") != "fp16":
         return no_effect("fp16 is off")
     if plain(value) == LOSS_SCALE.get(context.key.partition(".")[2], False):
@@ -168,6 +178,7 @@ def fp16_detail(context: RuleContext, value: object) -> Translation:
 
 
 def stage(context: RuleContext, value: object) -> Translation:
+    """Return what DeepSpeed's `zero_optimization.stage` becomes in llava_fsdp."""
     if plain(value) not in list(STAGES):
         return unsupported("ZeRO has stages 0 to 3")
     note = ": as little memory as ZeRO-2 or less; weights are sharded between steps too" if plain(value) == 2 else ""

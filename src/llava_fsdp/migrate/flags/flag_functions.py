@@ -13,7 +13,7 @@ DECAYS = "; DeepSpeed's entry also decays norms and biases, a run here does not"
 
 
 def model_name(context: RuleContext, value: object) -> Translation:
-    """Rule for --model_name_or_path."""
+    """Return what LLaVA's --model_name_or_path, a whole LLaVA or a language model, becomes in llava_fsdp."""
     chosen = context.tell("model")
     if context.run.stage == "finetune_task":
         why = "its name has llava in it and there is no --pretrain_mm_mlp_adapter, so it is taken for a whole LLaVA"
@@ -25,7 +25,8 @@ def model_name(context: RuleContext, value: object) -> Translation:
 
 
 def data_path(context: RuleContext, value: object) -> Translation:
-    """Rule for --data_path: a file, or several that a pattern or LLaVA-NeXT's YAML file lists."""
+    """Return what --data_path (a file, or several that a pattern or LLaVA-NeXT's YAML file lists) becomes in
+    llava_fsdp."""
     files = context.run.data_files
     if isinstance(files, str):
         return unsupported(files)
@@ -34,7 +35,7 @@ def data_path(context: RuleContext, value: object) -> Translation:
 
 
 def version(context: RuleContext, value: object) -> Translation:
-    """Rule for --version, which names the template of the conversations."""
+    """Return what LLaVA's --version, the template of the conversations, becomes in llava_fsdp."""
     text = context.tell("data.template")
     if value in ("v0", "v0.5"):
         return mapped(f"{text}: LLaVA train.py:894-901 leaves the template at vicuna_v1 for {value}")
@@ -47,7 +48,8 @@ def version(context: RuleContext, value: object) -> Translation:
 
 
 def projector(context: RuleContext, value: object) -> Translation:
-    """Rule for --pretrain_mm_mlp_adapter, the file of a trained projector."""
+    """Return what LLaVA's --pretrain_mm_mlp_adapter, the file of a trained projector, becomes in llava_fsdp. Without
+    the flag LLaVA begins with a random projector."""
     stage = context.run.stage
     if not value:
         if stage != "finetune":
@@ -60,8 +62,9 @@ def projector(context: RuleContext, value: object) -> Translation:
 
 
 def projector_type(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_projector_type. The original's types are in multimodal_projector/builder.py:33-51. For one that
-    transformers' LLaVA lacks, the command turns the run's export off (`export.enabled`)."""
+    """Return what LLaVA's --mm_projector_type becomes in llava_fsdp. LLaVA's types are in
+    multimodal_projector/builder.py:33-51. For one that transformers' LLaVA lacks, the command turns the run's export
+    off (`export.enabled`)."""
     text = context.tell("model.projector_type")
     if "export.enabled" in context.decided:
         text += f", {context.tell('export.enabled')}"
@@ -73,7 +76,7 @@ def projector_type(context: RuleContext, value: object) -> Translation:
 
 
 def bits(context: RuleContext, value: object) -> Translation:
-    """Rule for --bits, the number of bits of the language model's weights."""
+    """Return what LLaVA's --bits, the number of bits of the language model's weights, becomes in llava_fsdp."""
     if value == 16:
         return implied("weights are not quantized")
     if context.run.bits is None:  # neither 4 nor 8, and not 16
@@ -87,7 +90,7 @@ def bits(context: RuleContext, value: object) -> Translation:
 
 
 def lora_enable(context: RuleContext, value: object) -> Translation:
-    """Rule for --lora_enable, which the original ignores in the first stage."""
+    """Return what LLaVA's --lora_enable becomes in llava_fsdp. LLaVA ignores it in the first stage."""
     if not context.run.is_lora:
         return OFF if not value else no_effect("the original's first stage trains no adapters")
     return mapped(
@@ -101,6 +104,7 @@ def of_optimizer(key: str, note: str = "") -> Function:
     configuration has an `optimizer` entry and the flag's value is not 0."""
 
     def rule(context: RuleContext, value: object) -> Translation:
+        """Return what the optimizer flag becomes in llava_fsdp: the override `key`, or nothing if DeepSpeed sets it."""
         text = context.tell(key)
         if key in context.decided and context.decided[key] != value:
             return no_effect(f"DeepSpeed's configuration counts, its defaults too: {text}")
@@ -110,7 +114,7 @@ def of_optimizer(key: str, note: str = "") -> Function:
 
 
 def scheduler_type(context: RuleContext, value: object) -> Translation:
-    """Rule for --lr_scheduler_type."""
+    """Return what --lr_scheduler_type becomes in llava_fsdp. A scheduler of DeepSpeed's configuration replaces it."""
     kind = context.run.ds("scheduler.type")
     if kind is not None:
         return no_effect(f"DeepSpeed's {kind} replaces it: {context.tell('optim.schedule')}")
@@ -122,7 +126,8 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
 
 
 def warmup_ratio(context: RuleContext, value: object) -> Translation:
-    """Rule for --warmup_ratio, which a number of warm-up steps or a schedule without warm-up replaces."""
+    """Return what --warmup_ratio becomes in llava_fsdp. A number of warm-up steps, or a schedule without warm-up,
+    replaces it."""
     if "optim.warmup_steps" in context.decided:
         return no_effect(f"a number of steps wins: {context.tell('optim.warmup_steps')}")
     if context.run.trainer_value("lr_scheduler_type") == "constant" and context.run.ds("scheduler.type") is None:
@@ -131,7 +136,8 @@ def warmup_ratio(context: RuleContext, value: object) -> Translation:
 
 
 def half(context: RuleContext, value: object) -> Translation:
-    """Rule for --bf16 and --fp16."""
+    """Return what --bf16 or --fp16 (`context.key`) becomes in llava_fsdp. With fp16 and without DeepSpeed, transformers
+    uses torch's GradScaler, whose settings are then overrides too (`precision.scaler.*`)."""
     text = context.tell("precision")
     if not value:
         return OFF if context.key == "fp16" else mapped(text)
@@ -144,7 +150,7 @@ def half(context: RuleContext, value: object) -> Translation:
 
 
 def deepspeed_file(context: RuleContext, value: object) -> Translation:
-    """Rule for --deepspeed, the name of DeepSpeed's configuration file."""
+    """Return what becomes of --deepspeed, the name of DeepSpeed's configuration file: the file is read, if found."""
     if value is None:
         return implied("no DeepSpeed: " + context.tell("sharding"))
     if context.run.deepspeed is None:
@@ -153,7 +159,8 @@ def deepspeed_file(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
-    """Rule for --fsdp, whose value is words separated by spaces: a sharding strategy, `auto_wrap`, `offload`."""
+    """Return what --fsdp becomes in llava_fsdp. Its value is words separated by spaces: a sharding strategy,
+    `auto_wrap`, `offload`."""
     if not value:
         return implied("no FSDP: " + context.tell("sharding"))
     if context.run.uses_deepspeed:
@@ -167,15 +174,15 @@ def fsdp(context: RuleContext, value: object) -> Translation:
 
 
 def save_strategy(context: RuleContext, value: object) -> Translation:
-    """Rule for --save_strategy: `no`, `steps` or `epoch`."""
+    """Return what --save_strategy (`no`, `steps` or `epoch`) becomes in llava_fsdp."""
     if value == "epoch":
         return unsupported(f"{context.tell('checkpoint.every')}: give the steps of an epoch, checkpoint.every=N")
     return mapped(context.tell("checkpoint.every"))
 
 
 def report_to(context: RuleContext, value: object) -> Translation:
-    """Rule for --report_to: transformers' names of trackers, separated by spaces; "all" and "none" are allowed. They
-    become the overrides of llava_fsdp's own trackers, such as `track.wandb=online`."""
+    """Return what --report_to becomes in llava_fsdp: transformers' names of trackers, separated by spaces; "all" and
+    "none" are allowed. They become the overrides of llava_fsdp's own trackers, such as `track.wandb=online`."""
     names = [w for w in str(value or "").split() if w != "none"]
     if not names:
         return implied("metrics.jsonl has every step")
@@ -188,8 +195,8 @@ def report_to(context: RuleContext, value: object) -> Translation:
 
 
 def torch_compile(context: RuleContext, value: object) -> Translation:
-    """Rule for the flags with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
-    --torch_compile_mode, --torchdynamo)."""
+    """Return what a flag with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
+    --torch_compile_mode, --torchdynamo) becomes in llava_fsdp."""
     text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:

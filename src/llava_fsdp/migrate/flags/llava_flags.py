@@ -29,7 +29,8 @@ ADAMW = "AdamW is the optimizer; its settings are optim.beta1, optim.beta2, opti
 
 
 def flags_with(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Return several flags with the same rule, from the default value of each, or from its type if that is None."""
+    """Return flags with the same rule, by name. `defaults` has the default value of each flag; a type instead of a
+    value is that of a flag whose default is None."""
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()

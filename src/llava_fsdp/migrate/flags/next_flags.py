@@ -34,7 +34,7 @@ def is_next(flags: Mapping[str, object]) -> bool:
 
 
 def aspect_ratio(context: RuleContext, value: object) -> Translation:
-    """Rule for --image_aspect_ratio, which has more values in LLaVA-NeXT than in LLaVA."""
+    """Return what --image_aspect_ratio, with LLaVA-NeXT's values, becomes in llava_fsdp."""
     text = context.tell("data.image_aspect_ratio")
     if value in ("square", "pad", "anyres"):
         return mapped(text)
@@ -44,7 +44,8 @@ def aspect_ratio(context: RuleContext, value: object) -> Translation:
 
 
 def patch_merge(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_patch_merge_type, how the features of an image's tiles are joined."""
+    """Return what --mm_patch_merge_type (how the features of an image's tiles are joined) becomes in llava_fsdp. The
+    command has an override for it (in `context.decided`) only if images are cut into tiles."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     text = context.tell("model.patch_merge")
@@ -54,7 +55,8 @@ def patch_merge(context: RuleContext, value: object) -> Translation:
 
 
 def grid(context: RuleContext, value: object) -> Translation:
-    """Rule for --image_grid_pinpoints, the sizes to which images of several tiles are resized."""
+    """Return what --image_grid_pinpoints (the sizes to which images of several tiles are resized) becomes in
+    llava_fsdp."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     found = grid_of(context.run)
@@ -68,8 +70,8 @@ def grid(context: RuleContext, value: object) -> Translation:
 
 
 def tunable(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_tunable_parts, the parts of the model that train. `context.run.tunable` has them as a list; None
-    without the flag."""
+    """Return what --mm_tunable_parts (the parts of the model that train) becomes in llava_fsdp. `context.run.tunable`
+    has the parts; None without the flag."""
     if context.run.tunable is None:  # other flags, such as tune_mm_mlp_adapter, say what trains
         return implied("by the other flags")
     text = context.tell("model.train")
@@ -80,28 +82,29 @@ def tunable(context: RuleContext, value: object) -> Translation:
 
 
 def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
-    """Rule for a flag that turns the training of a part on or off, and that --mm_tunable_parts replaces if given."""
+    """Return what a flag that turns the training of a part on or off becomes in llava_fsdp; nothing if LLaVA-NeXT's
+    --mm_tunable_parts is given, which replaces it."""
     if context.run.tunable is not None:
         return no_effect("--mm_tunable_parts replaces it") if value else OFF
     return mapped(context.tell("model.train")) if value else OFF
 
 
 def vision_lr(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_vision_tower_lr, the learning rate of the vision tower."""
+    """Return what --mm_vision_tower_lr, the learning rate of the vision tower, becomes in llava_fsdp."""
     if value is None:
         return implied("the rate of all other parts")
     return IfDecided("optim.vision_lr", no_effect("the vision tower is not trained"))(context, value)
 
 
 def prompt(context: RuleContext, value: object) -> Translation:
-    """Rule for --version, the template of the conversations, which has more values than in LLaVA."""
+    """Return what --version (the template of the conversations), with LLaVA-NeXT's values, becomes in llava_fsdp."""
     if value in ("qwen_1_5", "qwen_2"):
         return mapped(f"{context.tell('data.template')}: the prompts that Qwen's own chat template makes")
     return rules.version(context, value)
 
 
 def video_folder(context: RuleContext, value: object) -> Translation:
-    """Rule for --video_folder, the folder to which paths of videos in the records are relative."""
+    """Return what --video_folder (the folder to which paths of videos are relative) becomes in llava_fsdp."""
     if not value or value == context.run.trainer_value("image_folder"):
         return implied("videos are looked for below data.images")
     return unsupported("videos are looked for below data.images: give a folder with both, and their paths in it")

@@ -32,7 +32,7 @@ PLUGIN = only_off("code of plugins is not run")
 
 
 def truncation(context: RuleContext, value: object) -> Translation:
-    """Rule for --truncation_strategy."""
+    """Return what ms-swift's --truncation_strategy, for samples that are too long, becomes in llava_fsdp."""
     if "data.max_length" not in context.decided:
         return no_effect("only with --max_length")
     if value in ("delete", "right"):
@@ -41,7 +41,7 @@ def truncation(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
-    """Rule for --fsdp, of whose values only `fsdp2` is known here."""
+    """Return what ms-swift's --fsdp, of whose values only `fsdp2` is known here, becomes in llava_fsdp."""
     if not value:
         return OFF
     if value == "fsdp2":

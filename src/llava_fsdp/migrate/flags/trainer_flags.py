@@ -53,7 +53,8 @@ def targets(context: RuleContext, value: object) -> Translation:
 
 
 def bits(context: RuleContext, value: object) -> Translation:
-    """Rule for --load_in_4bit and --load_in_8bit."""
+    """Return what --load_in_4bit or --load_in_8bit becomes in llava_fsdp, where only a base model under LoRA adapters
+    is quantized."""
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
@@ -93,7 +94,7 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 def lacking(run: SourceRun, decided: Mapping[str, object]) -> list[str]:
     """Return a message for every configuration key that the command needs, but that neither the original training nor a
-    default sets."""
+    default sets. `decided` has the overrides of the command."""
     if run.trainer:
         given = any(run.given(flag) for flag in ("dataset", "dataset_name", "datasets"))
         found = [] if "model.checkpoint" in decided else ["model.checkpoint: the checkpoint is not named"]

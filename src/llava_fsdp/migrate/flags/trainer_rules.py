@@ -35,14 +35,14 @@ ALL_LINEAR = frozenset("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 
 
 def model_name(context: RuleContext, value: object) -> Translation:
-    """Rule for the name of the checkpoint."""
+    """Return what a trainer's flag with the name of the checkpoint becomes in llava_fsdp."""
     if not value:
         return unsupported("the checkpoint is not named: give model.checkpoint=DIR")
     return mapped(f"{context.tell('model.checkpoint')}: a whole model of transformers")
 
 
 def dataset(context: RuleContext, value: object) -> Translation:
-    """Rule for the records that are trained on."""
+    """Return what a trainer's flag that names the records to train on becomes in llava_fsdp."""
     found = records_of(context.run)
     if found.problem:
         return unsupported(found.problem)
@@ -52,7 +52,7 @@ def dataset(context: RuleContext, value: object) -> Translation:
 
 
 def held_out(context: RuleContext, value: object) -> Translation:
-    """Rule for the records of the validation."""
+    """Return what a trainer's flag that names the records of the validation becomes in llava_fsdp."""
     if not value:
         return OFF
     if problem := records_of(context.run, is_held_out=True).problem:
@@ -63,7 +63,7 @@ def held_out(context: RuleContext, value: object) -> Translation:
 
 
 def eval_strategy(context: RuleContext, value: object) -> Translation:
-    """Rule for when the validation runs."""
+    """Return what a trainer's flag that says when the validation runs becomes in llava_fsdp."""
     if value in (None, "no"):
         return OFF
     held = records_of(context.run, is_held_out=True)
@@ -75,7 +75,8 @@ def eval_strategy(context: RuleContext, value: object) -> Translation:
 
 
 def freeze(context: RuleContext, value: object) -> Translation:
-    """Rule for a flag that freezes a part of the model."""
+    """Return what a trainer's flag that freezes a part of the model becomes in llava_fsdp. With LoRA, ms-swift puts
+    adapters into a projector that is not frozen, which llava_fsdp cannot do."""
     run = context.run
     assert run.trainer
     (part,) = [part for part, flag in FREEZES[run.trainer].items() if flag == context.key]
@@ -92,7 +93,8 @@ def freeze(context: RuleContext, value: object) -> Translation:
 
 
 def targets(context: RuleContext, value: object) -> Translation:
-    """Rule for the names of the layers that get adapters. `all` and `all-linear` stand for every linear layer."""
+    """Return what a trainer's flag with the names of the layers that get LoRA adapters becomes in llava_fsdp. `all` and
+    `all-linear` stand for every linear layer."""
     if not context.run.is_lora:
         return ADAPTERS
     words = {name.strip() for word in context.run.words(context.key) for name in word.replace(",", " ").split()}
@@ -107,7 +109,8 @@ def targets(context: RuleContext, value: object) -> Translation:
 
 
 def quantized(context: RuleContext, value: object) -> Translation:
-    """Rule for the number of bits of the base model's weights."""
+    """Return what a trainer's flag with the number of bits of the base model's weights becomes in llava_fsdp. Only a
+    base model under LoRA adapters is quantized; `context.decided` then has an override for it."""
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
@@ -116,14 +119,15 @@ def quantized(context: RuleContext, value: object) -> Translation:
 
 
 def timeout(context: RuleContext, value: object) -> Translation:
-    """Rule for --ddp_timeout, the seconds that a collective waits. Some trainers set years by default."""
+    """Return what --ddp_timeout, the seconds that a collective waits, becomes in llava_fsdp. Some trainers set years by
+    default; then `context.decided`, the overrides of the command, has no timeout."""
     if "comm.timeout" in context.decided:
         return mapped(context.tell("comm.timeout"))
     return implied("so long that it means no limit; comm.timeout stays at half an hour")
 
 
 def warmup_steps(context: RuleContext, value: object) -> Translation:
-    """Rule for --warmup_steps: a number of steps, or below 1 a share of all steps, as in transformers 5."""
+    """Return what --warmup_steps (a number of steps, or below 1 a share of all steps) becomes in llava_fsdp."""
     if not value:
         return implied("by --warmup_ratio, or none")
     key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
@@ -131,7 +135,7 @@ def warmup_steps(context: RuleContext, value: object) -> Translation:
 
 
 def batch(context: RuleContext, value: object) -> Translation:
-    """Rule for --per_device_train_batch_size."""
+    """Return what --per_device_train_batch_size becomes in llava_fsdp: it is also a factor of the global batch size."""
     run = context.run
     product = "x --gradient_accumulation_steps x GPUs"
     if run.trainer_value("gradient_accumulation_steps") is None:
@@ -140,7 +144,7 @@ def batch(context: RuleContext, value: object) -> Translation:
 
 
 def tuning(context: RuleContext, value: object) -> Translation:
-    """Rule for the flag that chooses between whole weights and adapters."""
+    """Return what a trainer's flag that chooses between whole weights and LoRA adapters becomes in llava_fsdp."""
     text = f"{context.tell('stage')}, {context.tell('model.train')}"
     if context.run.tuning in ("full", "lora"):
         return mapped(text)
@@ -152,14 +156,14 @@ def lora(key: str) -> IfDecided:
 
 
 def epochs(context: RuleContext, value: object) -> Translation:
-    """Rule for --num_train_epochs, which may be a fraction in transformers."""
+    """Return what --num_train_epochs becomes in llava_fsdp, which has no fractions of epochs."""
     if "epochs" in context.decided:
         return mapped(context.tell("epochs"))
     return unsupported("epochs are whole; give max_steps=N")
 
 
 def max_length(note: str) -> Rule:
-    """Return a rule for the longest sample; `note` says what happens there to a longer one."""
+    """Return a rule for the flag of the longest sample; `note` says what the original does with a longer one."""
     return IfDecided(
         "data.max_length",
         implied("the longest sample is not set: a sample above data.max_length ends the run before its first step"),

@@ -26,13 +26,14 @@ SPLIT = no_effect("only with --dataset_name")
 
 
 def max_length(context: RuleContext, value: object) -> Translation:
+    """Return what TRL's --max_length becomes in llava_fsdp. TRL's script sft_vlm.py ignores it."""
     if not cuts_nothing(context.run):
         return mapped(f"{context.tell('data.max_length')}: image tokens included; a longer sample is cut at its end")
     return no_effect(f"sft_vlm.py cuts nothing: {context.tell('data.too_long')}, above data.max_length")
 
 
 def labels(context: RuleContext, value: object) -> Translation:
-    """Rule for --assistant_only_loss and --completion_only_loss."""
+    """Return what TRL's --assistant_only_loss or --completion_only_loss becomes in llava_fsdp."""
     if value:
         return implied("answers alone have labels")
     return unsupported("answers alone have labels, and the prompt has none")

@@ -23,8 +23,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[SourceRun]:
-    """Read training scripts, and the DeepSpeed JSON and Accelerate YAML files that they use. Return one training for
-    each training command in the scripts.
+    """Read training scripts, and the JSON and YAML files that they use. Return one training for each training command
+    in the scripts, and for each YAML file of a trainer's flags that none of them uses.
 
     Args:
         names: paths of all these files.
@@ -95,9 +95,9 @@ def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand
 def read_run(
     name: str, script: Path, launch: TrainingCommand, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[SourceRun, set[Path]]:
-    """Return the training that a script's command starts, and the paths of the JSON and YAML files that it uses.
-    `jsons` and `yamls` are those given on the command line; `gpus` is the user's number of GPUs. Raise ConfigError if
-    neither the user nor a file gives this number."""
+    """Return the training that a script's command starts, and the paths of the JSON and YAML files that it uses. `name`
+    is the training's name in the output. `jsons` and `yamls` are the files that the user named; `gpus` is the user's
+    number of GPUs. Raise ConfigError if neither the user nor a file gives this number."""
     if launch.trainer:
         return read_trainer_run(name, script, launch, jsons, yamls, gpus)
     table = FLAGS if launch.is_original else OTHER_FLAGS

@@ -66,6 +66,7 @@ def read_json(path: Path) -> Settings:
     twice."""
 
     def refuse_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        """Return the pairs of one JSON object as a dict; raise ConfigError if a name occurs twice."""
         found: dict[str, object] = {}
         for name, value in pairs:
             if name in found:
@@ -85,8 +86,8 @@ def read_json(path: Path) -> Settings:
 
 
 def read_yaml(path: Path) -> Settings:
-    """Return the settings of a file that `accelerate config` wrote, or LLaVA-NeXT's list of files of records. Raise
-    ConfigError if it is not a YAML mapping of names to values."""
+    """Return the settings of a YAML file: one that `accelerate config` wrote, a trainer's flags, or LLaVA-NeXT's list
+    of files of records. Raise ConfigError if it is not a YAML mapping of names to values."""
     refuse_yaml_bombs(path)
     try:
         content = yaml.safe_load(read_text(path))

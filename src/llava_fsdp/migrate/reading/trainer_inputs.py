@@ -25,8 +25,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 def launch_of_config(path: Path, trainer: Trainer) -> TrainingCommand:
-    """Return the training of a YAML file of a trainer's flags that no script was given for. Its launcher is not
-    known."""
+    """Return a command that starts `trainer` with a YAML file of its flags, for a file that no given script uses. The
+    command has the launcher `yaml`, because the real launcher is not known."""
     words = next(words for words, entry in ENTRIES.items() if entry is trainer)
     arguments = ["--config", str(path)] if trainer is Trainer.trl else [str(path)]
     return TrainingCommand("yaml", {}, " ".join(words), arguments, 1, None, trainer=trainer)
@@ -35,8 +35,9 @@ def launch_of_config(path: Path, trainer: Trainer) -> TrainingCommand:
 def read_trainer_run(
     name: str, script: Path, launch: TrainingCommand, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[SourceRun, set[Path]]:
-    """Return the training of a command of ms-swift, LLaMA-Factory or TRL, and the paths of the JSON and YAML files that
-    it uses, as `inputs.read_run` does. Raise ConfigError if the number of GPUs is not known."""
+    """Return the training that a command of ms-swift, LLaMA-Factory or TRL starts, and the paths of the JSON and YAML
+    files that it uses. `name` is the training's name in the output. `jsons` and `yamls` are the files that the user
+    named; `gpus` is the user's number of GPUs. Raise ConfigError if neither the user nor a file gives this number."""
     missing: list[str] = []
     used: list[Path | None] = []
     configs = {path: found for path, found in yamls.items() if trainer_of_config(found.values) is launch.trainer}
@@ -64,8 +65,9 @@ def read_trainer_run(
 
 
 def pass_on(launch: TrainingCommand, flags: dict[str, object]) -> TrainingCommand:
-    """Move those of `flags` that `trl sft` passes on to `accelerate launch` to the launcher's. Return the command with
-    them; --accelerate_config is Accelerate's --config_file."""
+    """Return a `trl sft` command in which the flags that TRL passes on to `accelerate launch` are flags of the
+    launcher; they are removed from `flags`, those of the command. TRL's --accelerate_config is Accelerate's
+    --config_file."""
     passed = {key: flags.pop(key) for key in list(flags) if key in ACCELERATE_FLAGS}
     if (file := flags.pop("accelerate_config", None)) is not None:
         passed["config_file"] = file
@@ -75,8 +77,9 @@ def pass_on(launch: TrainingCommand, flags: dict[str, object]) -> TrainingComman
 
 
 def with_accelerate(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
-    """Return a run with the settings of its Accelerate file, and the path of that file; None for one that TRL brings.
-    If it is not found, its name is added to `missing`."""
+    """Return a run with the settings of its Accelerate file, and the path of that file: None for one of TRL's own, or
+    if it is not found. The name of a file that is not found is added to `missing`. `given`: files that the user named.
+    """
     named = run.launch.flags.get("config_file")
     if run.launch.script == "trl sft" and named in TRL_ACCELERATE:
         return replace(run, accelerate=Settings(f"TRL's {named}.yaml", TRL_ACCELERATE[str(named)])), None
@@ -85,8 +88,9 @@ def with_accelerate(run: SourceRun, script: Path, given: Files, missing: list[st
 
 
 def with_deepspeed(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
-    """Return a run with the settings of its DeepSpeed file, and the path of that file; None for one that ms-swift
-    brings. If it is not found, its name is added to `missing`."""
+    """Return a run with the settings of its DeepSpeed file, and the path of that file: None without such a file, for
+    one of ms-swift's own, or if it is not found. The name of a file that is not found is added to `missing`. `given`:
+    files that the user named."""
     inner = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
     named = run.flags.get("deepspeed") or run.launch.flags.get("deepspeed_config_file") or inner
     if not named:
@@ -100,8 +104,10 @@ def with_deepspeed(run: SourceRun, script: Path, given: Files, missing: list[str
 def with_config(
     launch: TrainingCommand, script: Path, given: Files, missing: list[str]
 ) -> tuple[TrainingCommand, Path | None]:
-    """Return a trainer's command with the flags in its YAML or JSON file written out in front of its own flags, which
-    win, and the path of that file. If it is not found, its name is added to `missing`."""
+    """Return a trainer's command in which the YAML or JSON file of its flags is replaced by these flags, and the path
+    of that file; None without one. The flags of the file come first, so that those of the command win. Environment
+    variables in the file are read like those that a script sets. If the file is not found, its name is added to
+    `missing`. `given`: files that the user named."""
     rest = list(launch.arguments)
     named = None
     if launch.trainer is Trainer.trl:

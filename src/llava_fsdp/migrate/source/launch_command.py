@@ -82,8 +82,9 @@ def find_launch(command: ShellCommand) -> TrainingCommand | None:
 
 
 def own_entry(command: ShellCommand, name: str, index: int) -> TrainingCommand:
-    """Return the training that a trainer's own command starts, such as `swift sft` at `index` of the words. TRL's
-    starts `accelerate launch`; the others take torchrun's flags from environment variables."""
+    """Return the training that a trainer's own command starts, such as `swift sft` at `index` of the command's words;
+    `name` is the first of the two words. TRL's starts `accelerate launch`; the others take torchrun's flags from
+    environment variables."""
     words = command.words
     launcher = {"trl": "accelerate", "lmf": "llamafactory-cli"}.get(name, name)
     environment = dict(command.environment)
@@ -152,8 +153,9 @@ class LaunchedRanks:
 
 
 def ranks_of(launch: TrainingCommand) -> LaunchedRanks:
-    """Return the numbers of processes that the flags of DeepSpeed's launcher or torchrun give. For any other command,
-    also `accelerate launch`, return one process: the caller reads Accelerate's flags and file."""
+    """Return the numbers of processes that the flags of DeepSpeed's launcher or torchrun give, or the environment
+    variables of ms-swift or LLaMA-Factory. They are not known for a YAML file alone. For any other command, also
+    `accelerate launch`, return one process: the caller reads Accelerate's flags and file."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))

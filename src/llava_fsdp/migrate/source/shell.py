@@ -105,6 +105,7 @@ def expand_variables(line: str, variables: Mapping[str, str], problems: list[str
     as it is."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
+        """Return the value of a matched variable, quoted by `quote`; the matched text, if the value is not known."""
         name = found[1] or found[2]
         if name in variables:
             return quote(variables[name])

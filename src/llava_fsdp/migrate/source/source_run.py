@@ -116,8 +116,8 @@ class SourceRun:
         return [] if value is True else list(map(str, value)) if isinstance(value, list) else [str(value)]
 
     def is_half(self, flag: str) -> bool:
-        """Whether `bf16` or `fp16` is on. Where neither is given, TRL takes bf16, and ms-swift chooses by --torch_dtype
-        (its model_args.py) or by the checkpoint's dtype, for which bf16 is taken here."""
+        """Whether the dtype `flag` (`bf16` or `fp16`) is on. Where neither is given, TRL takes bf16, and ms-swift
+        chooses by --torch_dtype (its model_args.py) or by the checkpoint's dtype, for which bf16 is taken here."""
         if self.given("bf16") or self.given("fp16") or self.trainer not in (Trainer.swift, Trainer.trl):
             value = self.trainer_value(flag)
             return not self.trainer_value("fp16") if value is None and self.trainer is Trainer.trl else bool(value)
@@ -178,7 +178,7 @@ class SourceRun:
 
     @property
     def devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES, as the launcher or the script sets it."""
+        """Value of CUDA_VISIBLE_DEVICES for the training, by the launcher's flags, Accelerate or the script."""
         chosen = self.accelerate_value("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
@@ -205,8 +205,8 @@ class SourceRun:
         return ranks.per_node * ranks.nodes if ranks.per_node and ranks.nodes else None
 
     def ranks_for_one_sample(self, key: str, gpus: int) -> int:
-        """Return the number of GPUs among which DeepSpeed divides the work for a sample by a dotted key. It is 1 if the
-        key is not set, or if its value does not divide `gpus`."""
+        """Return the value of a dotted key of DeepSpeed's configuration, if it is a number of GPUs that compute one
+        sample together, and divides `gpus`; else 1."""
         size = self.ds(key)
         return size if isinstance(size, int) and size > 1 and gpus % size == 0 else 1
 
@@ -265,7 +265,7 @@ class SourceRun:
 
     @property
     def bits(self) -> int | None:
-        """Number of bits of a quantized base model's weights, 4 or 8."""
+        """Number of bits of a quantized base model's weights, 4 or 8; None for any other number, or none."""
         if self.trainer in (Trainer.swift, Trainer.factory):
             is_swift = self.trainer is Trainer.swift
             flag, method = ("quant_bits", "quant_method") if is_swift else ("quantization_bit", "quantization_method")
@@ -294,6 +294,8 @@ class SourceRun:
 
     @property
     def stage(self) -> str:
+        """The stage of llava_fsdp that trains as this run does. `finetune_task` continues from a whole LLaVA, and
+        `finetune` from a language model and a projector."""
         if not self.launch.is_original:
             return "finetune_task"
         if self.tunable == ("mm_mlp_adapter",) or (self.tunable is None and self.trainer_value("tune_mm_mlp_adapter")):
@@ -323,7 +325,7 @@ def files_of(datasets: Settings) -> list[str] | str:
 
 
 def plain(value: object) -> object:
-    """Return a value; a text that spells a boolean or a number is converted."""
+    """Return a value of a configuration file; a text that spells a boolean or a number is converted to it."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

@@ -29,7 +29,7 @@ class RecordFiles:
 
 
 def records_of(run: SourceRun, is_held_out: bool = False) -> RecordFiles:
-    """Return the records that a trainer's run trains on, or those of its validation."""
+    """Return the files of records that the run of a trainer trains on; with `is_held_out`, those of its validation."""
     if run.trainer is Trainer.swift:
         return swift_records(run, "val_dataset" if is_held_out else "dataset")
     if run.trainer is Trainer.factory:
@@ -38,7 +38,7 @@ def records_of(run: SourceRun, is_held_out: bool = False) -> RecordFiles:
 
 
 def image_folder(run: SourceRun) -> str | None:
-    """Return the folder to which paths of images in the records are relative."""
+    """Return the folder to which paths of images in records are relative; None for TRL, which has no such flag."""
     if run.trainer is Trainer.swift:  # docs of ms-swift: the environment variable, or the current folder
         return str(run.launch.flags.get("ROOT_IMAGE_DIR", "."))
     if run.trainer is Trainer.factory:
@@ -57,7 +57,8 @@ def hub_path(name: str, split: str, subset: str | None = None) -> str:
 
 
 def swift_records(run: SourceRun, flag: str) -> RecordFiles:
-    """Return the records of --dataset or --val_dataset: paths or names, as `NAME:SUBSET#COUNT`."""
+    """Return the files of records that ms-swift's flag `flag` names (--dataset or --val_dataset), by paths or by names
+    of datasets as `NAME:SUBSET#COUNT`."""
     found = []
     for name in run.words(flag):
         if "#" in name:
@@ -78,7 +79,7 @@ def swift_records(run: SourceRun, flag: str) -> RecordFiles:
 
 
 def trl_records(run: SourceRun, is_held_out: bool) -> RecordFiles:
-    """Return the records of --dataset_name: a folder, or a split of a dataset on Hugging Face's hub."""
+    """Return the records that TRL's --dataset_name names: a folder, or a split of a dataset on Hugging Face's hub."""
     name = run.trainer_value("dataset_name")
     if not name:
         return RecordFiles()
@@ -94,7 +95,8 @@ def trl_records(run: SourceRun, is_held_out: bool) -> RecordFiles:
 
 
 def factory_records(run: SourceRun, flag: str) -> RecordFiles:
-    """Return the records of --dataset or --eval_dataset: names in dataset_info.json, separated by commas."""
+    """Return the files of records that LLaMA-Factory's flag `flag` names (--dataset or --eval_dataset), by their names
+    in dataset_info.json, separated by commas."""
     names = [name.strip() for word in run.words(flag) for name in word.split(",") if name.strip()]
     if not names:
         return RecordFiles()

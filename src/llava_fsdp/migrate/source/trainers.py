@@ -38,7 +38,7 @@ def entry_of(words: Sequence[str]) -> Trainer | None:
 
 
 def trainer_of(script: str, arguments: Sequence[str]) -> Trainer | None:
-    """Return which program a training command runs.
+    """Return which of ms-swift, LLaMA-Factory and TRL a training command runs; None for another program.
 
     Args:
         script: path of the program, its module's name, or the two words of an entry such as `swift sft`.
@@ -63,7 +63,7 @@ def has_config(arguments: Sequence[str]) -> bool:
 
 
 def trainer_of_config(keys: Collection[str]) -> Trainer | None:
-    """Return the program for which a YAML file with these keys holds flags; None if it is for none of them."""
+    """Return which of ms-swift, LLaMA-Factory and TRL has the keys of a YAML file as flags; None for other files."""
     if "model_name_or_path" in keys:
         if {"dataset_name", "datasets"} & set(keys):
             return Trainer.trl

@@ -104,7 +104,7 @@ Rule = Translation | Callable[[RuleContext, object], Translation]
 
 
 def outcome(rule: object, context: RuleContext, value: object) -> Translation:
-    """Apply a `Rule` to the value of a key."""
+    """Return what a key of another system becomes: its `Rule` or, if that is a function, its result for `value`."""
     result = rule(context, value) if callable(rule) else rule
     assert isinstance(result, Translation), rule
     return result

@@ -61,7 +61,9 @@ def grid_of(run: SourceRun) -> list[list[int]] | str | None:
 
 
 def trained_parts(run: SourceRun, usual: list[str]) -> list[str]:
-    """Return the value of `model.train`: --mm_tunable_parts replaces the value `usual` of LLaVA's own flags."""
+    """Return the value of `model.train` for LLaVA-NeXT's program: the parts that --mm_tunable_parts names, with LoRA
+    always the language model too. Without that flag these are `usual`, the parts by LLaVA's own flags, and the vision
+    tower if --unfreeze_mm_vision_tower is given."""
     if run.tunable is None:
         return [*usual, "vision"] if run.trainer_value("unfreeze_mm_vision_tower") else usual
     parts = [part for name, part in PARTS.items() if name in run.tunable]

@@ -54,8 +54,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 
 def decide(run: SourceRun) -> Overrides:
-    """Return all overrides: value by configuration key. They include those that only repeat defaults;
-    `command.drop_defaults` removes these."""
+    """Return all Hydra overrides with which llava_fsdp does the training `run`: value by configuration key. They
+    include those that only repeat defaults; `command.drop_defaults` removes these."""
     own_overrides = trainer_overrides(run) if run.trainer else {}
     overrides = dict(own_overrides) or (model(run) | data(run) if run.launch.is_original else other_program(run))
     overrides |= (
@@ -71,7 +71,7 @@ def decide(run: SourceRun) -> Overrides:
 
 
 def model(run: SourceRun) -> Overrides:
-    """Return the overrides for model, stage and adapters, if the program is LLaVA's own or LLaVA-NeXT's."""
+    """Return llava_fsdp's overrides for model, stage and adapters of a training with LLaVA's or LLaVA-NeXT's code."""
     name, stage, projector = run.trainer_value("model_name_or_path"), run.stage, run.trainer_value("mm_projector_type")
     adapter_kind = "qlora" if run.bits is not None and stage == "finetune" else "lora"
     found: Overrides = {
@@ -97,9 +97,9 @@ def model(run: SourceRun) -> Overrides:
 
 
 def other_program(run: SourceRun) -> Overrides:
-    """Return the overrides for model and data if the program is not LLaVA's own: one for each flag that was given. A
-    model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. If the training
-    uses peft, only the adapters are trained."""
+    """Return llava_fsdp's overrides for model and data of a training with a program other than LLaVA's: one for each
+    flag that was given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of
+    llava-hf. If the training uses peft, only the adapters are trained."""
     name = run.trainer_value("model_name_or_path")
     found: Overrides = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -122,8 +122,8 @@ def other_program(run: SourceRun) -> Overrides:
 
 
 def quantization(run: SourceRun) -> Overrides:
-    """Return the overrides for a quantized base model, as in LLaVA train.py:796-817; empty if the training changes more
-    than adapters or a projector."""
+    """Return llava_fsdp's overrides for a quantized base model, as in LLaVA train.py:796-817; empty without one, or if
+    the training changes more than adapters or a projector."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
@@ -153,8 +153,8 @@ def trained_parts(run: SourceRun) -> list[str]:
 
 
 def data(run: SourceRun) -> Overrides:
-    """Return the overrides for data and images, if the program is LLaVA's own or LLaVA-NeXT's. Keys without a value are
-    left out."""
+    """Return llava_fsdp's overrides for data and images of a training with LLaVA's or LLaVA-NeXT's program. Keys
+    without a value are left out."""
     found: Overrides = {
         "data": "llava_json",
         "data.path": data_path(run),
@@ -175,7 +175,7 @@ def data(run: SourceRun) -> Overrides:
 
 
 def data_path(run: SourceRun) -> object:
-    """Return the value of `data.path`; None if it is not known."""
+    """Return the value of llava_fsdp's key `data.path`: a file or a list of files; None if they are not known."""
     files = run.data_files
     if isinstance(files, str):
         return None
@@ -183,8 +183,8 @@ def data_path(run: SourceRun) -> object:
 
 
 def writing(run: SourceRun) -> Overrides:
-    """Return the overrides for output folder, checkpoints, logging, length of the training, seed, determinism and
-    timeouts."""
+    """Return llava_fsdp's overrides for output folder, checkpoints, logging, length of the training, seed, determinism
+    and timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed")}
     timeout = run.trainer_value("ddp_timeout")
     if not run.trainer or (isinstance(timeout, int) and run.given("ddp_timeout") and timeout <= LONGEST_TIMEOUT):
@@ -213,7 +213,7 @@ def writing(run: SourceRun) -> Overrides:
 
 
 def tracking(run: SourceRun) -> Overrides:
-    """Return the overrides for the trackers (wandb, tensorboard). `--report_to all` stands for both."""
+    """Return llava_fsdp's overrides for trackers (wandb, tensorboard). `--report_to all` stands for both of them."""
     names = str(run.trainer_value("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.trainer_value("run_name"):
@@ -222,7 +222,7 @@ def tracking(run: SourceRun) -> Overrides:
 
 
 def compiling(run: SourceRun) -> Overrides:
-    """Return the override `compile`; empty if neither script nor launcher sets it: the default compile=auto then
+    """Return llava_fsdp's override `compile`; empty if neither script nor launcher sets it, so that the default `auto`
     stays."""
     backend = run.accelerate_value("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
@@ -232,7 +232,8 @@ def compiling(run: SourceRun) -> Overrides:
 
 
 def sharding(run: SourceRun) -> Overrides:
-    """Return the override for the sharding strategy; empty if it is not known, or has no equivalent."""
+    """Return the override for the sharding strategy, such as {"sharding": "zero3"}; empty if the original's is not
+    known, or has no equivalent."""
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -242,7 +243,7 @@ def sharding(run: SourceRun) -> Overrides:
 
 
 def parallel(run: SourceRun) -> Overrides:
-    """Return the overrides for DeepSpeed's kinds of parallelism other than the sharding of states."""
+    """Return llava_fsdp's overrides for DeepSpeed's tensor and sequence parallelism; empty if it uses neither."""
     sizes = {"parallel.tensor": run.tensor, "parallel.context": run.context}
     return {key: size for key, size in sizes.items() if size > 1}
 
@@ -290,8 +291,8 @@ def fsdp_strategy(run: SourceRun) -> str | None:
 
 
 def precision(run: SourceRun) -> Overrides:
-    """Return the overrides for the precision. If both bf16 and fp16 are set, the original refuses to start; here bf16
-    is chosen."""
+    """Return llava_fsdp's overrides for the precision. If both bf16 and fp16 are set, the original program refuses to
+    start; here bf16 is chosen."""
     dtypes_on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     dtypes_on |= {flag for flag in ("bf16", "fp16") if run.is_half(flag)}
     dtypes_on.add(str(run.accelerate_value("mixed_precision")))
@@ -306,7 +307,8 @@ def precision(run: SourceRun) -> Overrides:
 
 
 def optimizer(run: SourceRun) -> Overrides:
-    """Return the overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from flags."""
+    """Return llava_fsdp's overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from
+    the script's flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -336,8 +338,8 @@ def from_deepspeed_or_flag(run: SourceRun, deepspeed_key: str, flag: str) -> obj
 
 
 def clip(run: SourceRun) -> object:
-    """Return the gradient norm to clip at; None if it does not clip. DeepSpeed's `gradient_clipping` is off by
-    default."""
+    """Return the norm to which the original training clips gradients; None if it does not clip. DeepSpeed's
+    `gradient_clipping` is off by default."""
     # a DeepSpeed configuration that Accelerate makes clips as the script says (its DeepSpeedPlugin)
     default = AUTO if run.trainer and run.deepspeed is None else 0
     value = run.ds("gradient_clipping", default) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
@@ -345,8 +347,8 @@ def clip(run: SourceRun) -> object:
 
 
 def schedule(run: SourceRun) -> Overrides:
-    """Return the overrides for the learning rate schedule. DeepSpeed's schedule, if there is one, replaces that of
-    transformers' Trainer; `optim.schedule` is left out if llava_fsdp has no equivalent."""
+    """Return llava_fsdp's overrides for the learning rate schedule. DeepSpeed's schedule, if there is one, replaces
+    that of transformers' Trainer; `optim.schedule` is left out if llava_fsdp has no equivalent."""
     kind = run.ds("scheduler.type")
     if kind is not None:
         linear = run.ds("scheduler.params.warmup_type") == "linear"
@@ -364,7 +366,7 @@ def schedule(run: SourceRun) -> Overrides:
 
 
 def warmup(run: SourceRun) -> Overrides:
-    """Return the override for the warm-up of transformers' schedules, as a number or as a share of the steps."""
+    """Return llava_fsdp's override for the warm-up of transformers' schedules, as a number or as a share of steps."""
     steps = run.trainer_value("warmup_steps")
     if isinstance(steps, int | float) and steps >= 1:
         return {"optim.warmup_steps": int(steps)}

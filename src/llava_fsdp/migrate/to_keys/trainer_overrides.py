@@ -34,7 +34,8 @@ LONGEST_TIMEOUT = 86400
 
 
 def trainer_overrides(run: SourceRun) -> dict[str, object]:
-    """Return the overrides that replace those of `overrides.decide` for the run of a trainer."""
+    """Return the overrides that are decided in a way of their own for a run of ms-swift, LLaMA-Factory or TRL.
+    `overrides.decide` prefers them to the values that it takes from flags of transformers."""
     name = run.trainer_value("model" if run.trainer is Trainer.swift else "model_name_or_path")
     found: dict[str, object] = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -56,8 +57,8 @@ def trainer_overrides(run: SourceRun) -> dict[str, object]:
 
 
 def trained_parts(run: SourceRun) -> list[str]:
-    """Return the value of `model.train`. With LoRA the projector is not one of the parts: the trainers put adapters
-    into it, and here it can only be trained as a whole. TRL's adapters outside of the language model are left out."""
+    """Return the value of `model.train`. With LoRA the projector is not one of the parts: ms-swift puts adapters into
+    it, and llava_fsdp can only train it as a whole. TRL's adapters outside of the language model are left out."""
     assert run.trainer
     freezes = FREEZES.get(run.trainer)
     if freezes is None:
@@ -67,7 +68,7 @@ def trained_parts(run: SourceRun) -> list[str]:
 
 
 def adapters(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for LoRA and a quantized base; empty if whole weights train."""
+    """Return llava_fsdp's overrides for LoRA and a quantized base model; empty if whole weights are trained."""
     if not run.is_lora:
         return {}
     assert run.trainer
@@ -93,7 +94,7 @@ def adapters(run: SourceRun) -> dict[str, object]:
 
 
 def records(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for the files of records and the folder of their images."""
+    """Return llava_fsdp's overrides for the files of records, the folder of their images, and the workers."""
     files = records_of(run)
     found: dict[str, object] = paths(files, "data")
     images = image_folder(run)
@@ -105,7 +106,8 @@ def records(run: SourceRun) -> dict[str, object]:
 
 
 def paths(files: RecordFiles, group: str) -> dict[str, object]:
-    """Return the overrides of records in the configuration's group `data` or `val`; empty if they are not known."""
+    """Return the overrides that name the files of records in the configuration's group `data` or `val`; empty if the
+    files are not known."""
     if files.problem or not files.paths:
         return {}
     several = list(files.paths)
@@ -114,8 +116,9 @@ def paths(files: RecordFiles, group: str) -> dict[str, object]:
 
 
 def lengths(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for the longest sample. A program that cuts nothing, or where the checkpoint's configuration
-    says, becomes `data.too_long=fail`: no sample is then cut without a word."""
+    """Return the overrides for the maximum length of a sample, and for what happens to a longer one. If the original
+    has no limit, or takes it from the checkpoint's configuration, `data.too_long=fail` refuses a sample that does not
+    fit."""
     if run.trainer is Trainer.factory:
         return {"data.max_length": run.trainer_value("cutoff_len"), "data.too_long": "truncate"}
     if run.trainer is Trainer.trl:
@@ -135,7 +138,8 @@ def cuts_nothing(run: SourceRun) -> bool:
 
 
 def validation(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for held-out records: their loss alone, at every --eval_steps."""
+    """Return the overrides for held-out records, whose loss alone is measured every N steps; empty if there are no such
+    records, they cannot be read, or the original does not measure at steps."""
     held = records_of(run, is_held_out=True)
     strategy = run.trainer_value("eval_strategy")
     steps = run.trainer_value("eval_steps") if run.given("eval_steps") else None
@@ -150,8 +154,8 @@ def validation(run: SourceRun) -> dict[str, object]:
 
 
 def swift_rates(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for ms-swift's learning rates. Its default depends on what trains (sft_args.py), and so do
-    its rates of parts."""
+    """Return the overrides for ms-swift's learning rates: its default, which depends on what trains (sft_args.py), and
+    those of single parts. Empty if DeepSpeed's optimizer or schedule sets the rate."""
     found: dict[str, object] = {}
     if run.has_ds_optimizer or run.has_ds_warmup:
         return found
