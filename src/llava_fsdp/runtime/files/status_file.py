@@ -101,7 +101,8 @@ def put_status(
     mode: int | None = None,
     before: dict[str, Any] | None = None,
 ) -> None:
-    """Write a run's status, with details of this process, into `run_status.json`.
+    """Write a run's status, with details of this process, into `run_status.json`. If the run had finished and this
+    start of it has failed, the finished run's status stays, and the new one becomes its entry `refused`.
 
     Args:
         status: running, stopping, done, stopped, interrupted or failed.
@@ -124,7 +125,7 @@ def put_status(
         "time": time.time(),
     }
     if outcome is not None and status != "done" and before is not None and before.get("status") == "done":
-        content = {**before, "before": None, "refused": content}  # the run stays finished
+        content = {**before, "before": None, "refused": content}
     else:
         content["before"] = before
     text, path = (json.dumps(content) + "\n").encode(), folder / STATUS_FILE
@@ -179,7 +180,8 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_status(status: Any, path: Path) -> None:
-    """Raise BadJson, naming `path`, if a status, or its entry `before` or `refused`, has a value of a wrong type."""
+    """Raise BadJson, naming `path`, if a run's status that was read from there has a value of a wrong type, or an exit
+    code that is out of range."""
     try:
         require_kinds(status, STATUS_KINDS)
     except BadJson as error:
@@ -200,7 +202,8 @@ def start_of(folder: Path) -> str:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove a failure report that an earlier start of the run wrote, or that cannot be read."""
+    """Remove the failure report of a run if an earlier start of the run wrote it, or, with a warning, if it cannot be
+    read."""
     unreadable_error = None
     try:
         if failure_of(folder)["incarnation"] == start_of(folder):
@@ -215,7 +218,8 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Read the failure report. Raises BadJson if it is missing or cannot be read."""
+    """Read the failure report of a run: which rank failed first, and why. Raises BadJson if it is missing or cannot be
+    read."""
     path = folder / FIRST_FAILURE
     failure = read_object(path, FAILURE_KINDS)
     if not 0 < failure["exit_code"] <= 255:
@@ -251,8 +255,9 @@ def log_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Record in `run_status.json` how the run ended. A rank that lost contact first waits for the report of a rank that
-    failed. Errors of writing are only logged.
+    """Record in `run_status.json` how the run ended. Only one rank does this: rank 0 of a run that is done, or else the
+    rank that failed first. A rank that lost contact first waits for the report of a rank that failed. Errors of writing
+    are only logged.
 
     Returns:
         The failure report, if another rank failed first; else None.
@@ -288,8 +293,8 @@ def is_absent(folder: Path) -> bool:
 
 
 def write_first_failure(folder: Path, outcome: Outcome) -> bool:
-    """Write the failure report and return True, unless another rank has written it. Only one rank can create the
-    file."""
+    """Write the failure report of a run (which rank failed first, and why) and return True. Return False if there is
+    one already: only one rank can create the file."""
     drop_stale_failure(folder)
     failure = {
         "incarnation": start_of(folder),
