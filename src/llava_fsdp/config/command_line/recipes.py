@@ -36,7 +36,8 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
 
 
 def recipe_of(cfg: Config, arguments: list[str]) -> dict[str, Any] | None:
-    """Return the recipe: dotted key -> value; None if the YAML files have no such stage, model or kind of data."""
+    """Return the recipe of a training, the values that the YAML files set for its stage, model and kind of data: dotted
+    key -> value. None if they have no such stage, model or kind of data. `arguments`: as for `differences`."""
     flags = flag_values(arguments)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
