@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def write(arguments: list[str]) -> Path:
-    """Write the page that a command line asks for, and return its path. Raise LlavaFsdpError if a folder cannot be
-    read, or the page cannot be written."""
+    """Write the page that the arguments ask for, about one run or a comparison of several, and return its path. Raises
+    LlavaFsdpError if a folder cannot be read, or the page cannot be written."""
     folders, out = parse(arguments)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]
@@ -68,7 +68,8 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[RunRecord]) -> list[RunRecord]:
-    """Add the path of each run's folder to its name if two have the same."""
+    """Change the names of all runs so that they differ, by the paths of the runs' folders, if two runs have the same
+    name. Return the runs."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

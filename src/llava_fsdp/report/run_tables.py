@@ -23,7 +23,8 @@ Thumbnail = Callable[[str], str | None]
 
 
 def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
-    """Yield the answers of the last validation that has any, each with earlier answers to the same question."""
+    """Yield, as HTML, the answers of the last validation that has any, each with earlier answers to the same question.
+    `thumbnail`: returns the data: URL for an image's path, or None."""
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
@@ -47,7 +48,8 @@ def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
 
 
 def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield an answer of validation, with its question and reference, as HTML."""
+    """Yield an answer of validation as HTML, with its question, its reference and earlier answers. `rows`: all rows of
+    validation.jsonl that have answers; the last row has this one."""
     references, score = answer.get("references"), answer.get("score")
     entries = [
         ("source", answer.get("source")),
@@ -62,7 +64,8 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier_answers(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, text) of earlier answers to the same question. Of equal answers in a row, the first is returned."""
+    """Return (step, text) of the latest MOST_EARLIER earlier answers to the same question. Of equal answers in a row,
+    the first is returned. `rows`: all rows of validation.jsonl that have answers; the last row has `answer`."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:
@@ -100,7 +103,8 @@ def settings(run: RunRecord) -> Iterator[str]:
 
 
 def recipe(run: RunRecord) -> Iterator[str]:
-    """Yield the configuration as HTML: the keys that differ from the recipe's files, and all keys."""
+    """Yield the configuration of a run as HTML: the keys that differ from its recipe (the YAML files for its stage and
+    model), and all keys."""
     about = run.about
     files = escape(f"stage={about.get('stage')} model={about.get('model')}")
     if about.get("recipe") is None:
@@ -168,7 +172,7 @@ def environment(run: RunRecord) -> Iterator[str]:
 
 
 def starts(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the run's starts, if it has several."""
+    """Yield an HTML table of the starts of a run, if it was started more than once to continue it."""
     if len(run.starts) > 1:
         rows = [[s["step"], format_time(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
         note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"

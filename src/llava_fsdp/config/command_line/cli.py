@@ -194,7 +194,7 @@ def end_process(
         return
     is_training = on_exit is not no_status
     has_folder = is_training and folder is not None and not is_absent(folder)
-    # had rank 0 met this error, `earlier` would be its status: it has not, and this rank reports the error
+    # `earlier` would be the status of rank 0 if rank 0 had met this error, too; if not, this rank must report it
     if earlier is None and (has_folder or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
         write_torchrun_error(message)
@@ -429,6 +429,7 @@ def quoted(text: str) -> str:
     """Quote a text, which may contain any characters, for Hydra's command-line grammar, if it needs quotes."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
+    # a quote is escaped by a backslash, and backslashes before it are doubled
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return f"'{escaped}'"
 
