@@ -82,7 +82,7 @@ class RunRecord:
 
     @property
     def end(self) -> dict[str, Any]:
-        """Status of the last start of the run that took steps. If the latest start failed before its first step, this
+        """Status of the last start of the run that took steps. If the latest start ended before its first step, this
         is its entry `before`, the status of the previous start."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")

@@ -63,6 +63,7 @@ def log_lines(label: str, chunks: int) -> Advance:
     done, last = 0, time.monotonic()
 
     def advance(count: int) -> None:
+        """Count `count` more finished chunks; log how many are done if the last log line was long ago."""
         nonlocal done, last
         done += count
         if time.monotonic() - last >= LOG_SECONDS:
@@ -131,6 +132,7 @@ class StageLine:
         done = 0
 
         def advance(count: int) -> None:
+            """Count `count` more finished parts of the stage, and show on the terminal how many are done."""
             nonlocal done
             done += count
             if self.progress is not None:

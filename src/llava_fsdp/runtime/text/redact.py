@@ -65,6 +65,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
+        """Return a value, or a list's items, with secrets replaced. `is_secret`: whether a text is a secret as such."""
         if isinstance(value, str):
             return HIDDEN if is_secret and value else redact(value, known)
         if isinstance(value, list | tuple):
