@@ -36,8 +36,8 @@ def newest_step(output_dir: Path) -> int:
 
 
 def main() -> None:
-    """Print the status of the run whose `output_dir` the overrides give; with --saved, the step of its newest
-    checkpoint."""
+    """Print how a run ended, and exit with its exit code; with --saved, print the step of its newest checkpoint. The
+    command line names the run's folder, or has the arguments with which it was started."""
     setup_logging()
     if sys.argv[1:2] in (["--help"], ["-h"]):
         print(__doc__)

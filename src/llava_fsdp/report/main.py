@@ -54,7 +54,8 @@ def write(arguments: list[str]) -> Path:
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
-    """Return the folders that a command line names, and the path of the page (`out=FILE`) or None."""
+    """Return the folders that a command line names, and the path of the page (`out=FILE`) or None. Raises ConfigError
+    if an argument is wrong or no folder is named."""
     for word in arguments:
         if word.startswith("-"):
             raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")

@@ -317,8 +317,8 @@ def are_numbers(values: list[Any]) -> bool:
 
 
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return the last row of each step up to `step`, in the order of steps. Later ones were written before the training
-    resumed from an earlier step."""
+    """Return the last row of each step up to `step`, in the order of steps. Rows of later steps were written before the
+    training resumed from an earlier step."""
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 

@@ -78,7 +78,7 @@ def earlier_answers(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[
 
 
 def validation_sources(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the last validation's loss and score by data source, if it has several."""
+    """Yield an HTML table of the last validation's loss and score by data source, if it has several."""
     row = run.validations[-1] if run.validations else {}
     if len(row.get("sources") or {}) < 2:
         return
@@ -127,7 +127,8 @@ def columns(*sections: str) -> str:
 
 
 def sources(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the training's data sources, if it has several: label tokens and mean loss of the last steps."""
+    """Yield an HTML table of a training's data sources, if it has several, with their label tokens and their mean loss
+    in the last steps."""
     history = run.history
     if len(history.sources) < 2:
         return
@@ -139,7 +140,7 @@ def sources(run: RunRecord) -> Iterator[str]:
 
 
 def memory(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the memory that the planner predicted for rank 0 and of its measured peak, if they are known."""
+    """Yield an HTML table of the memory that was predicted for rank 0, and of the measured peak, if they are known."""
     at_rest, planned = run.about.get("at_rest"), run.about.get("planned_peak")
     if not at_rest:
         return
@@ -163,7 +164,7 @@ def history_tables(run: RunRecord) -> Iterator[str]:
 
 
 def environment(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the software and the machines of the run's last start."""
+    """Yield an HTML table of the software and the machines of the run's last start."""
     about = run.about
     if about.get("versions"):
         facts = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
@@ -180,7 +181,7 @@ def starts(run: RunRecord) -> Iterator[str]:
 
 
 def samples(run: RunRecord) -> Iterator[str]:
-    """Yield a table of samples that were truncated, skipped or without labels, if there are any."""
+    """Yield an HTML table of samples that were truncated, skipped or without labels, if there are any."""
     counts = {name: int(run.history.sums[name]) for name in ("truncated", "skipped_records", "unlabelled")}
     if any(counts.values()):
         yield section("Samples", table(["what", "samples"], counts.items()))

@@ -315,7 +315,8 @@ def checked_words(words: list[str], config_name: str, schema: type) -> list[str]
 
 
 def compose_words(words: list[str], config_name: str, schema: type) -> DictConfig:
-    """Build a command's configuration from YAML files and checked words (`checked_words`)."""
+    """Build a command's configuration with Hydra from YAML files and words `key=value` that `checked_words` has
+    returned. Raises ConfigError with Hydra's message, shortened."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             return hydra.compose(config_name, words)
@@ -324,8 +325,8 @@ def compose_words(words: list[str], config_name: str, schema: type) -> DictConfi
 
 
 def configure(words: list[str], config_name: str, schema: type[T]) -> T:
-    """Return a command's configuration from words of the form `key=value`, without a command line: with the same checks
-    and errors. Raise ConfigError if a key, a choice or a value is wrong, or a word is one of Hydra's flags."""
+    """Return a command's configuration from words of the form `key=value`, with the same checks and errors as from a
+    command line. Raises ConfigError if a key, a choice or a value is wrong, or a word is one of Hydra's flags."""
     for word in words:
         if word.startswith("-") or "hydra" in word.partition("=")[0]:
             raise ConfigError(f"{word} is a flag of the command line; give keys of the configuration, as key=value")

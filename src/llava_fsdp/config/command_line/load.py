@@ -153,7 +153,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     groups = {key.rpartition(".")[0] for key in known}  # names with keys below them
 
     def visit(part: DictConfig, prefix: str) -> None:
-        """Check the keys below `prefix`, which is empty or ends in a dot."""
+        """Check the keys in `part`, whose dotted names begin with `prefix`, which is empty or ends in a dot. Add the
+        keys of data sources, whose names the user chooses, to `known` and `groups`."""
         for key in part:
             name = f"{prefix}{key}"
             if name == "hydra":

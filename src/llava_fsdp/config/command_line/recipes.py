@@ -21,9 +21,10 @@ Difference = list[str]
 
 
 def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
-    """Return a row [key, value in the recipe, value in `cfg`] for each key whose values differ, with secrets hidden;
-    None if the YAML files have no such stage, model or kind of data. `arguments`: those of the command line, which may
-    name a folder of the user's own YAML files."""
+    """Compare the configuration of a training with its recipe, the values that the YAML files have for its stage, model
+    and kind of data. Return a row [key, value in the recipe, value in `cfg`] for each key whose values differ, with
+    secrets hidden; None if there is no such recipe. `arguments`: those of the command line, which may name a folder of
+    the user's own YAML files."""
     recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None

@@ -173,7 +173,8 @@ class RunHistory:
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """(loss, step) as in `lowest`. With fewer than `window` steps, the loss is the mean of all."""
+        """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. With fewer
+        than `window` steps, the mean of all; None without a loss."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest

@@ -132,8 +132,8 @@ def read_digest(path: Path, entry: Any) -> Digest:
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Check that all files listed in a folder's notes are unchanged, and that no file was added which programs would
-    load as part of the model.
+    """Check that all files listed in the notes of a model folder (`llava_fsdp.json`) are unchanged, and that no file
+    was added which programs would load as part of the model.
 
     Args:
         largest: of files with more bytes than this, only the size is checked; None: all files are read.

@@ -67,7 +67,8 @@ class RunDirLock:
                 return None
 
     def find_folder(self) -> tuple[int, int]:
-        """Return the identity of the folder that is now at the run's path. Raises OSError if no folder is there."""
+        """Return the identity (device and inode) of the folder that is now at the run's path. Look again a moment later
+        if it is missing. Raises OSError if no folder is there."""
         try:
             return identity(os.stat(self.folder))
         except FileNotFoundError:

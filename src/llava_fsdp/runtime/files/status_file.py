@@ -141,8 +141,8 @@ def put_status(
 
 
 def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
-    """Return what the latest start of a run wrote: all of the status, or its entry `refused` if the run was already
-    finished and the latest start failed."""
+    """Return what the latest start of a run wrote into `run_status.json`: all of the status, or its entry `refused` if
+    the run was already finished and the latest start failed. The finished run's status is then the entry `before`."""
     refused = status.get("refused")
     if not isinstance(refused, dict):
         return status
@@ -228,7 +228,8 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """Return the failure report of the current start of the ranks; None if no rank has failed."""
+    """Return the report of the rank that failed first since the current start of the ranks; None if no rank has
+    failed."""
     try:
         failure = failure_of(folder)
     except BadJson:
@@ -237,7 +238,8 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
-    """Wait up to `seconds` for the failure report of the current start; return it, or None if there is none."""
+    """Wait up to `seconds` for the report of the rank that failed first since the current start of the ranks; return
+    it, or None if there is none."""
     until = time.monotonic() + seconds
     while (failure := first_failure(folder)) is None and time.monotonic() < until:
         time.sleep(0.05)

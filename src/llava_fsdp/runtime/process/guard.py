@@ -70,10 +70,12 @@ class RankGuard:
 
 
 def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> None:
-    """Body of the guard's process: read signs of life from stdin until the rank ends or closes it, and kill the rank if
-    they stay away for too long.
+    """Run the guard's process: read a rank's signs of life from stdin until the rank ends or closes it, and kill the
+    rank if they stay away for too long. More than `GRACE` seconds after the end of another rank of this machine,
+    `SILENT` seconds are too long.
 
     Args:
+        folder: the run's folder, in which the reason is recorded.
         rank: the guarded rank.
         pid: its process id.
         peers: (rank, process id) of the other ranks on this machine.

@@ -162,8 +162,8 @@ class Watchdog:
         """Seconds of the longest step but the first, with all that was done since the step before."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record in the heartbeats that this rank begins a phase. `step` is the number of finished steps; None:
-        unchanged."""
+        """Record, for this rank's next heartbeats, that it begins a phase, such as waiting for data or validating.
+        `step`: number of finished steps; None: unchanged."""
         self.phase = phase
         self.step = self.step if step is None else step
 
@@ -533,8 +533,8 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the ranks on this machine without a heartbeat for `FROZEN` seconds: torchrun would wait half a minute
-        for their end."""
+        """Kill the other ranks on this machine that have written no heartbeat for `FROZEN` seconds: torchrun would wait
+        half a minute for their end."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
