@@ -124,6 +124,7 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
         value = "?"
     expected = None
     if isinstance(error, ValidationError):
+        # a key of a data source has the form `data.sources.NAME.KEY`, with a name that the user has chosen
         prefix = next((prefix for prefix in SOURCES if key.startswith(prefix)), None)
         inner = "" if prefix is None else key.removeprefix(prefix).partition(".")[2]
         if prefix is None:

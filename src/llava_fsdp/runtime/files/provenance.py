@@ -114,7 +114,7 @@ def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
 
 
 def require_relative(name: str) -> str:
-    """Return a listed path; raise ValueError if it may lead out of the folder."""
+    """Return the path of a file that the notes of a folder list; raise ValueError if it may lead out of the folder."""
     if not RELATIVE.fullmatch(name):
         raise ValueError(f"{name[:200]!r} is not the path of a file in this folder")
     return name

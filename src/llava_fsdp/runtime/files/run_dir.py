@@ -146,7 +146,7 @@ def refuse_other_kinds(folder: Path) -> None:
 @contextlib.contextmanager
 def restoring_umask() -> Iterator[None]:
     """Context manager that restores the process's umask at its end."""
-    before = os.umask(0o077)
+    before = os.umask(0o077)  # the umask can only be read by a call that sets it
     os.umask(before)
     try:
         yield

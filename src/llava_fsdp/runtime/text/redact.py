@@ -65,7 +65,8 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
-        """Return a value, or a list's items, with secrets replaced. `is_secret`: whether a text is a secret as such."""
+        """Return a value, also each item of a list, with secrets replaced. `is_secret`: whether to replace all of
+        it."""
         if isinstance(value, str):
             return HIDDEN if is_secret and value else redact(value, known)
         if isinstance(value, list | tuple):
