@@ -54,8 +54,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 
 
 def sources(report: dict[str, Any]) -> Iterator[str]:
-    """Yield an HTML table of the data sources and, if one of them has several files, one of all files. `report`:
-    content of report.json."""
+    """Yield HTML tables of the data sources in report.json (`report`) and, if one has several files, of all files."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
     rows = ([own["name"], own["file"], *cells_of(own), *(own[name] for name in more)] for own in report["sources"])
     yield table(["source", "file", *COLUMNS, *with_spaces(more[:-1]), "folder of images"], rows)
@@ -108,8 +107,7 @@ def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:
 
 
 def cells_of(counts: dict[str, Any]) -> list[object]:
-    """Return the cells of a data source or file in the columns COLUMNS of a table. `counts`: its entry in
-    report.json."""
+    """Return the cells of a data source or file, with its entry `counts` of report.json, in the columns COLUMNS."""
     share = f"{100 * label_share(counts):.1f} %" if counts["tokens"] else None
     lengths = [counts["pictures"], counts["tokens"], counts["median"], counts["longest"], share]
     return [counts["records"], counts["left_out"], greatest_counts(counts["problems"]), *lengths]
@@ -141,8 +139,7 @@ def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[floa
 
 
 def lengths(statistics: dict[str, Any]) -> Iterator[str]:
-    """Yield a chart and a table of the lengths of a dataset's samples in tokens, as HTML. `statistics`: the entry
-    `lengths` of report.json."""
+    """Yield, as HTML, a chart and a table of sample lengths in tokens, from the entry `lengths` of report.json."""
     if not statistics["samples"]:
         yield "<p>There are no samples.</p>\n"
     else:
@@ -156,8 +153,7 @@ def lengths(statistics: dict[str, Any]) -> Iterator[str]:
 
 
 def truncation(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a chart and a table of what truncation would lose at each `data.max_length`, as HTML. `report`: content of
-    report.json."""
+    """Yield, as HTML, a chart and a table of what truncation loses at each `data.max_length`, from report.json."""
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
     if not any(row[name] for row in report["truncation"] for name in names):
@@ -175,8 +171,7 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
 
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the kinds of problems in a dataset and, for each kind, one of its first records, as HTML.
-    `report`: content of report.json."""
+    """Yield HTML tables from report.json: the kinds of problems in a dataset and, for each kind, its first records."""
     kinds, sources = report["problems"], report["sources"]
     if not kinds:
         yield "<p>None.</p>\n"

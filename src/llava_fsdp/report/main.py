@@ -69,8 +69,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[RunRecord]) -> list[RunRecord]:
-    """Change the names of all runs so that they differ, by the paths of the runs' folders, if two runs have the same
-    name. Return the runs."""
+    """If two runs have the same name, put the path of each run's folder into its name. Return the changed `runs`."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

@@ -86,8 +86,7 @@ def points_of(run: RunRecord, key: str, most_points: int) -> list[Point]:
 
 
 def width_note(run: RunRecord) -> str:
-    """Return a sentence for the page about how many steps a point of the run's curves stands for; empty if it is
-    one."""
+    """Return a sentence about how many steps a point of the run's curves stands for; empty if that is one step."""
     curve = run.history.curves.get("loss")
     if curve is None or curve.width == 1:
         return ""

@@ -103,8 +103,8 @@ def settings(run: RunRecord) -> Iterator[str]:
 
 
 def recipe(run: RunRecord) -> Iterator[str]:
-    """Yield the configuration of a run as HTML: the keys that differ from its recipe (the YAML files for its stage and
-    model), and all keys."""
+    """Yield, as HTML, the keys of a run that differ from its recipe (the YAML files of its stage and model), and all
+    keys."""
     about = run.about
     files = escape(f"stage={about.get('stage')} model={about.get('model')}")
     if about.get("recipe") is None:
@@ -127,8 +127,7 @@ def columns(*sections: str) -> str:
 
 
 def sources(run: RunRecord) -> Iterator[str]:
-    """Yield an HTML table of a training's data sources, if it has several, with their label tokens and their mean loss
-    in the last steps."""
+    """Yield an HTML table of a run's data sources, if it has several: label tokens and mean loss of the last steps."""
     history = run.history
     if len(history.sources) < 2:
         return

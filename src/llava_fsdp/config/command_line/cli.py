@@ -336,8 +336,7 @@ def configure(words: list[str], config_name: str, schema: type[T]) -> T:
 
 def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
     """Build a command's configuration from YAML files and `sys.argv` by Hydra's own program (`hydra.main`), which
-    supports Hydra's flags such as `--cfg job` but takes longer than `compose_words`. None if a flag only printed
-    something."""
+    supports Hydra's flags such as `--cfg job` but takes longer than `compose_words`. None if a flag only prints."""
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:

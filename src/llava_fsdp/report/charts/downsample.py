@@ -37,8 +37,7 @@ class Curve:
     """A metric over training steps, downsampled to a limited number of points."""
 
     def __init__(self, most: int = MOST_POINTS):
-        """Begin an empty curve of at most `most` stretches. A stretch is `width` consecutive steps, merged to a
-        point."""
+        """Begin an empty curve of at most `most` stretches: points that each stand for `width` consecutive steps."""
         self.most_points = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
@@ -69,9 +68,8 @@ class Curve:
 
 
 def merge_into(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
-    """Merge `values` into stretch `number` of a curve, which stands for several consecutive steps. Both have the form
-    [count, sum of steps, sum of values, least value, greatest value]. A stretch that is missing begins with
-    `values`."""
+    """Merge `values` into stretch `number` of a curve, some consecutive steps; a missing stretch begins with `values`.
+    Both have the form [count, sum of steps, sum of values, least value, greatest value]."""
     present = stretches.get(number)
     if present is None:
         stretches[number] = values
@@ -191,8 +189,7 @@ class RunHistory:
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """Return (name, loss curve) of the `most` data sources with the most label tokens, in the order of
-        `sources`."""
+        """Return (name, loss curve) of each of the `most` data sources with the most label tokens."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
 

@@ -104,8 +104,7 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def dash_style(number: int, lines: int) -> str:
-    """Return the CSS style of curve `number` of `lines` equal curves: its dashes lie in the gaps of the others, so that
-    all can be seen."""
+    """Return the CSS of curve `number` of `lines` equal curves: its dashes lie in the gaps of the others."""
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 
@@ -158,8 +157,7 @@ def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
 
 
 def picture(scale: "Scale", title: str, body: Iterable[str], kind: str = "") -> str:
-    """Return an SVG picture as text. `body`: its elements; `kind`: its CSS class; `title`: its name for screen
-    readers."""
+    """Return an SVG picture as text. `title`: its name for screen readers; `body`: its elements; `kind`: CSS class."""
     return (
         f"<svg{f' class={kind}' if kind else ''} viewBox='0 0 {scale.width} {scale.height}' role='img' "
         f"aria-label='{escape(title)}'>{''.join(body)}</svg>"

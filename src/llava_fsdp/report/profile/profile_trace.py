@@ -186,8 +186,7 @@ def intersection(spans: Spans, others: Spans) -> Spans:
 
 
 def difference(spans: Spans, others: Spans) -> Spans:
-    """Return those parts of the time spans `spans` that no span of `others` covers: their intersection with the gaps
-    between `others`."""
+    """Return those parts of the time spans `spans` that no span of `others` covers: what lies in the gaps between."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
     return intersection(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 

@@ -194,8 +194,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Return the end of an error message: what the user can do about a changed, missing or added file `name` of a model
-    folder."""
+    """Return the end of an error message: what to do about a changed, missing or added file `name` of a folder."""
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"

@@ -127,8 +127,7 @@ class RunDirLock:
         return None
 
     def remake(self) -> None:
-        """Create the run's deleted folder again, with nothing in it but the lock file and the status. Raises OSError if
-        that is impossible."""
+        """Create the run's deleted folder again, with only its lock file and status. Raises OSError if that fails."""
         with self.one_at_a_time:
             make_run_folder(self.folder, self.private)
             self.open_lock()

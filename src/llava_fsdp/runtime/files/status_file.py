@@ -202,8 +202,7 @@ def start_of(folder: Path) -> str:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove the failure report of a run if an earlier start of the run wrote it, or, with a warning, if it cannot be
-    read."""
+    """Remove a run's failure report if an earlier start of the run wrote it or, with a warning, if it is unreadable."""
     unreadable_error = None
     try:
         if failure_of(folder)["incarnation"] == start_of(folder):
@@ -218,8 +217,7 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Read the failure report of a run: which rank failed first, and why. Raises BadJson if it is missing or cannot be
-    read."""
+    """Read a run's failure report: which rank failed first, and why. Raises BadJson if it is missing or unreadable."""
     path = folder / FIRST_FAILURE
     failure = read_object(path, FAILURE_KINDS)
     if not 0 < failure["exit_code"] <= 255:
@@ -228,8 +226,7 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """Return the report of the rank that failed first since the current start of the ranks; None if no rank has
-    failed."""
+    """Return the report of the rank that failed first in the current start of the run; None if no rank has failed."""
     try:
         failure = failure_of(folder)
     except BadJson:
@@ -238,8 +235,8 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
-    """Wait up to `seconds` for the report of the rank that failed first since the current start of the ranks; return
-    it, or None if there is none."""
+    """Wait up to `seconds` for the report of the rank that failed first in the current start of the run. Return the
+    report, or None if there is none."""
     until = time.monotonic() + seconds
     while (failure := first_failure(folder)) is None and time.monotonic() < until:
         time.sleep(0.05)

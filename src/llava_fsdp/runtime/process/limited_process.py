@@ -149,8 +149,7 @@ class MemoryBroken(LimitBroken):
 
 
 def end_process(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """Kill a child process. Do nothing if the caller is only a forked copy of the process with the id `owner`, which
-    has started the child."""
+    """Kill a child process, unless the caller is a forked copy of the process that started it (`owner`, its id)."""
     if os.getpid() == owner:
         process.kill()
         for pipe in filter(None, (process.stdin, process.stdout)):

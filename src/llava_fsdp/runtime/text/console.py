@@ -15,8 +15,7 @@ class TextConsole(Console):
     """rich's `Console`, which prints texts literally: no markup, no emoji codes, control characters escaped."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Create a rich console that prints texts literally to standard output or standard error; `options` are
-        rich's."""
+        """Create rich's console with `options` for standard output or standard error; it prints texts literally."""
         stream = sys.stderr if on_stderr else sys.stdout
         stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
         # `Guarded` would escape the control codes of rich itself; this class escapes those in texts

@@ -52,8 +52,7 @@ def watch(label: str, chunks: int) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
-    """Take the place of `watch` where no progress shall be shown: the function that this context manager yields does
-    nothing."""
+    """Take the place of `watch` where no progress is to be shown: the yielded function does nothing."""
     yield lambda _: None
 
 

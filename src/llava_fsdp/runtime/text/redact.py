@@ -65,8 +65,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
-        """Return a value, also each item of a list, with secrets replaced. `is_secret`: whether to replace all of
-        it."""
+        """Return a value, or a list of values, with secrets replaced: each text as a whole if `is_secret`."""
         if isinstance(value, str):
             return HIDDEN if is_secret and value else redact(value, known)
         if isinstance(value, list | tuple):
