@@ -28,7 +28,8 @@ PLACES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name. `train` and `plan` are packages, which Python itself puts here once they are imported."""
+    """Import the object with a public name of this package when the name is first used, and return it. `train` and
+    `plan` are packages, which Python itself makes attributes of this one once they are imported."""
     import importlib
 
     if name in ("train", "plan"):

@@ -42,6 +42,7 @@ def main() -> None:
 
 
 def usage() -> str:
+    """Return the help of `llava-fsdp`: how it is called, and each command with its meaning."""
     lines = [f"  {name:12}{command.meaning}" for name, command in COMMANDS.items()]
     return "\n".join([
         "usage: llava-fsdp COMMAND ARGUMENTS...", "", *lines, "",

@@ -92,6 +92,7 @@ def start(name: str, is_module: bool = False) -> None:
     from llava_fsdp.runtime.text.log import leave_noise_out, log
 
     def task(cfg: object) -> None:
+        """Import the function that does the command's work, and call it with the configuration."""
         model = getattr(cfg, "model", None)
         if isinstance(model, config.TrainedModelConfig):
             log().info("opening model.checkpoint=%s; to load a large model takes minutes", model.checkpoint)

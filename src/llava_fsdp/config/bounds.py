@@ -26,7 +26,8 @@ def above_zero(key: str, value: float | None, hint: str = "") -> None:
 
 
 def refuse_other_texts(keys: Any, prefix: str = "") -> None:
-    """Raise ConfigError if a key whose field has a description of its values (`TAKES`) is a text other than `auto`.
+    """Raise ConfigError if the value of a key that accepts no text but `auto` is another text. The fields of such keys
+    have a description of their values (`TAKES`) in their metadata.
 
     Args:
         keys: object of the class that has the keys.

@@ -71,6 +71,7 @@ class PrepareConfig(Config):
     """Whether to compare every record and image with the index, without writing anything."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if the configuration of the training is wrong, or `verify` contradicts it."""
         super(PrepareConfig, self).__post_init__()
         if self.verify and self.data.examine in (Examine.head, Examine.lazy):
             raise ConfigError(

@@ -144,7 +144,7 @@ def check_divided(cfg: TrainingKeys) -> None:
     blocks = trained.get(Part.language)
     ends_early = trained.keys() == {Part.language} and blocks is not None and blocks.start not in (None, 0)
     with_pipeline = {
-        # a stage without a backward pass would have nothing to send back
+        # only later blocks train: a pipeline stage of frozen blocks would have no gradient to send back
         f"model.train={cfg.model.train}": (ends_early, "model.train=[projector,...]"),
         "activation_checkpointing=offload": (is_offload, "activation_checkpointing=full"),
     }
@@ -161,9 +161,9 @@ def check_divided(cfg: TrainingKeys) -> None:
 
 
 def check_base(cfg: TrainingKeys) -> None:
-    """Raise ConfigError for settings that contradict a frozen or quantized language model. Frozen by adapters, it
-    cannot have matrix products of 8 bits (`precision.linear`); frozen without adapters, none in int8. Quantized weights
-    cannot be moved to the host."""
+    """Raise ConfigError for settings that contradict a frozen or quantized language model: matrix products in 8 bits
+    (`precision.linear`) if it has adapters, products in int8 if it is frozen without them, and an offload that would
+    move quantized weights to the host."""
     mode, linear = cfg.model.quantize.mode, cfg.precision.linear
     if cfg.model.lora.enabled and linear is not LinearKind.same:
         raise ConfigError(
@@ -229,6 +229,7 @@ def check_offload(cfg: TrainingKeys) -> None:
 
 
 def check_validation(cfg: TrainingKeys) -> None:
+    """Raise ConfigError if the training is to be validated, but no file of validation records is named."""
     if cfg.val.every is not None and not cfg.val.is_named and cfg.data.source is not Source.shapes:
         raise ConfigError(
             f"val.every={cfg.val.every} needs validation records: name a file of them, val.path=FILE, or set "
@@ -247,6 +248,7 @@ def check_profile(cfg: TrainingKeys, total_steps: int) -> None:
 
 
 def check_dry_run(cfg: TrainingKeys) -> None:
+    """Raise ConfigError for a dry run of hybrid sharding in which the number of ranks that share a node is unknown."""
     is_hybrid = cfg.sharding.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
     if cfg.dry_run is not None and is_hybrid and cfg.sharding.shard_size is None:
         raise ConfigError(

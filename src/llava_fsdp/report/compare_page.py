@@ -22,7 +22,8 @@ IGNORED = ("output_dir", "track.name")
 
 
 def comparison_page(runs: list[RunRecord]) -> str:
-    """Return the page as HTML. Only runs of a sweep have a `metric`."""
+    """Return the page that compares several runs, as HTML: their results, curves and different settings. It is named a
+    sweep if all runs have a `metric`, which only jobs of a sweep have."""
     kind = "comparison" if any(run.metric is None for run in runs) else "sweep"
     parts = [
         heading(kind, f"{len(runs):,} runs", f"As of {format_time(time.time())}."),
@@ -36,6 +37,7 @@ def comparison_page(runs: list[RunRecord]) -> str:
 
 def results_table(runs: list[RunRecord]) -> str:
     """Return the table of the runs' results as HTML, with a note that says by which metric one is the best."""
+    # numbers of last steps over which the runs' losses are averaged
     windows = [run.history.window for run in runs if run.history.loss is not None]
     texts = columns([results_of(run) for run in runs], windows)
     best, metric = best_of(runs)
@@ -46,7 +48,7 @@ def results_table(runs: list[RunRecord]) -> str:
 
 
 def best_of(runs: list[RunRecord]) -> tuple[int | None, str]:
-    """Return the index of the best run, and the metric by which runs are compared.
+    """Return the index of the best run, which has the lowest value, and the name of the metric that is compared.
 
     The metric is that of the runs' sweep, and the index None if no run has a value. Runs that are not all of one sweep
     are compared by the loss of the last validation, or by the loss of their last steps if a run has no validation. The
@@ -66,7 +68,8 @@ def best_of(runs: list[RunRecord]) -> tuple[int | None, str]:
 
 
 def charts(runs: list[RunRecord]) -> Iterator[Chart]:
-    """Yield a chart for each metric, with one line for each run. Bands are left out, as they would cover other runs."""
+    """Yield a chart for each metric, with one line for each run. The bands from least to greatest value are left out,
+    as they would cover other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:

@@ -24,7 +24,13 @@ COLUMNS = ("records", "skipped", "problems", "images", "tokens", "median", "long
 
 
 def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
-    """Return the page as HTML. `report` is the content of report.json."""
+    """Return the report page of a dataset as HTML.
+
+    Args:
+        report: content of report.json, the statistics of the dataset. Its entries `sources` and `files` have an object
+            with the counts of each data source or file.
+        examples: samples to show as a model is trained on them.
+    """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
     split = sum(own["taught"].get("split", 0) for own in report["sources"])
@@ -48,7 +54,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 
 
 def sources(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the data sources and, if one of them has several files, one of all files."""
+    """Yield HTML tables of the data sources in report.json (`report`) and, if one has several files, of all files."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
     rows = ([own["name"], own["file"], *cells_of(own), *(own[name] for name in more)] for own in report["sources"])
     yield table(["source", "file", *COLUMNS, *with_spaces(more[:-1]), "folder of images"], rows)
@@ -76,7 +82,8 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
 
 
 def taught(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of what is learnt of each source."""
+    """Yield an HTML table of what a model learns from each data source: numbers of answers and of the labels in their
+    thoughts, calls and texts, and the mean weight of a label. `report`: content of report.json."""
     names = {
         "answers": "answers", "proven": "with a prompt proven equal", "split": "records of several samples",
         "thought": "labels of thoughts", "calls": "of calls", "text": "of texts", "repeated": "tokens read repeatedly",
@@ -93,13 +100,14 @@ def taught(report: dict[str, Any]) -> Iterator[str]:
 
 
 def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Yield a table of keys that are not read and could change what is learnt: {source: {key: number of records}}."""
+    """Yield an HTML table of keys in the records that are not read and could change what is learnt. `sources`: data
+    source -> key -> number of records that have it."""
     rows = [[name, key, count] for name, keys in sources.items() for key, count in keys.items()]
     yield table(["source", "key", "records"], rows) if rows else "<p>There are none.</p>\n"
 
 
 def cells_of(counts: dict[str, Any]) -> list[object]:
-    """Return a source's or a file's cells in a table (`COLUMNS`)."""
+    """Return the cells of a data source or file, with its entry `counts` of report.json, in the columns COLUMNS."""
     share = f"{100 * label_share(counts):.1f} %" if counts["tokens"] else None
     lengths = [counts["pictures"], counts["tokens"], counts["median"], counts["longest"], share]
     return [counts["records"], counts["left_out"], greatest_counts(counts["problems"]), *lengths]
@@ -131,7 +139,7 @@ def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[floa
 
 
 def lengths(statistics: dict[str, Any]) -> Iterator[str]:
-    """Yield the section on lengths in tokens as HTML."""
+    """Yield, as HTML, a chart and a table of sample lengths in tokens, from the entry `lengths` of report.json."""
     if not statistics["samples"]:
         yield "<p>There are no samples.</p>\n"
     else:
@@ -145,7 +153,7 @@ def lengths(statistics: dict[str, Any]) -> Iterator[str]:
 
 
 def truncation(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the section on what truncation would lose at each `data.max_length` as HTML."""
+    """Yield, as HTML, a chart and a table of what truncation loses at each `data.max_length`, from report.json."""
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
     if not any(row[name] for row in report["truncation"] for name in names):
@@ -163,7 +171,7 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
 
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the section on problems of records, by kind, as HTML."""
+    """Yield HTML tables from report.json: the kinds of problems in a dataset and, for each kind, its first records."""
     kinds, sources = report["problems"], report["sources"]
     if not kinds:
         yield "<p>None.</p>\n"

@@ -96,7 +96,7 @@ def examples_body(examples: list[Example]) -> Iterator[str]:
 
 
 def example_body(number: int, example: Example) -> str:
-    """Return an example as HTML: its record, the parts that the model gets, and what is cut off."""
+    """Return a sample of a dataset as HTML: its record, the parts that the model gets, and what truncation cuts off."""
     line = "" if example.line is None else f", line {example.line:,}"
     identity = "without an id" if example.id is None else f"id {name_html(example.id)}"
     title = f"{number}. {name_html(example.source)}: record {example.index:,}{line}, {identity}"
@@ -118,9 +118,10 @@ def example_body(number: int, example: Example) -> str:
 
 
 def part_body(part: Text | Images | Gap) -> str:
-    """Return a part of an example as HTML; text with labels is highlighted."""
+    """Return a part of a sample as HTML: text, highlighted if it has labels; the tiles of an image or video; or a line
+    about tokens that are left out (`Gap`)."""
     match part:
-        case Gap():
+        case Gap():  # images are only named if there are some among the tokens
             what_is_hidden = [plural(part.labels, "label"), *[plural(part.images, "image")][: part.images]]
             hidden = f"{plural(part.count, 'token')} with {' and '.join(what_is_hidden)}"
             return f"<p class=cut>\u22ef {hidden} are not shown.</p>\n"

@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def write(arguments: list[str]) -> Path:
-    """Write the page that a command line asks for, and return its path. Raise LlavaFsdpError if a folder cannot be
-    read, or the page cannot be written."""
+    """Write the page that the arguments ask for, about one run or a comparison of several, and return its path. Raises
+    LlavaFsdpError if a folder cannot be read, or the page cannot be written."""
     folders, out = parse(arguments)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]
@@ -54,7 +54,8 @@ def write(arguments: list[str]) -> Path:
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
-    """Return the folders that a command line names, and the path of the page (`out=FILE`) or None."""
+    """Return the folders that a command line names, and the path of the page (`out=FILE`) or None. Raises ConfigError
+    if an argument is wrong or no folder is named."""
     for word in arguments:
         if word.startswith("-"):
             raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")
@@ -68,7 +69,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[RunRecord]) -> list[RunRecord]:
-    """Add the path of each run's folder to its name if two have the same."""
+    """If two runs have the same name, put the path of each run's folder into its name. Return the changed `runs`."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

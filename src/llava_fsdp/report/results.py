@@ -73,14 +73,15 @@ def format_number(value: float | None, form: str) -> str | None:
 
 
 def columns(results: list[Results], windows: Collection[int], wanted: Collection[str] = TEXTS) -> dict[str, list[str]]:
-    """Return a table's columns: name of a result -> its text for each run. Columns without any value are left out."""
+    """Return a table's columns: name of a result -> its text for each run. Columns without any value are left out.
+    `windows`: numbers of last steps over which the losses are averaged; `wanted`: names of results (`TEXTS`)."""
     texts_by_column = {name: [TEXTS[name](one) or "" for one in results] for name in wanted}
     names = {"loss": loss_name(windows)}
     return {names.get(name, name): texts for name, texts in texts_by_column.items() if any(texts)}
 
 
 def results_of(run: RunRecord) -> Results:
-    """Return the figures that the tables of a report compare."""
+    """Compute the results of a training, such as loss, speed and memory, from what was read of its output folder."""
     history = run.history
     seconds, lowest, memory = history.sums["seconds"], history.lowest_loss, history.most("peak_memory_bytes")
     losses, scores = ([row[key] for row in run.validations if row.get(key) is not None] for key in ("loss", "score"))

@@ -77,7 +77,8 @@ def charts_of(run: RunRecord) -> Iterator[Chart]:
 
 
 def points_of(run: RunRecord, key: str, most_points: int) -> list[Point]:
-    """Return at most `most_points` points of the curve of a key of metrics.jsonl; memory is in GiB."""
+    """Return the curve of the key `key` in a run's metrics.jsonl, as at most `most_points` points. Each has the mean,
+    least and greatest value of some consecutive steps; memory is in GiB."""
     curve = run.history.curves.get(key)
     points = curve.points(most_points) if curve is not None else []
     size = GIB if key == "peak_memory_bytes" else 1
@@ -85,7 +86,7 @@ def points_of(run: RunRecord, key: str, most_points: int) -> list[Point]:
 
 
 def width_note(run: RunRecord) -> str:
-    """Return a sentence about points that stand for several steps; empty if each is a step."""
+    """Return a sentence about how many steps a point of the run's curves stands for; empty if that is one step."""
     curve = run.history.curves.get("loss")
     if curve is None or curve.width == 1:
         return ""
@@ -93,7 +94,8 @@ def width_note(run: RunRecord) -> str:
 
 
 def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[Chart]:
-    """Yield the charts of loss and score of validation, also by data source."""
+    """Yield the charts of a run's validation loss and score, with a line for each data source if there are several.
+    `rows`: rows of validation.jsonl; `marks`: steps after which the run was restarted."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("sources") or {}))[:MOST_SOURCES]
     lines = [Line("all", values_of(rows, lambda row: row.get("loss")), 0, True)]
     scores = [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)]

@@ -19,6 +19,7 @@ SHOWN = (
 
 
 def report_page(run: RunRecord, thumbnail: Thumbnail) -> str:
+    """Return the report page of a run as HTML. `thumbnail`: returns the data: URL for an image's path, or None."""
     charts = figures(charts_of(run)) or "<p>No step has been taken yet.</p>\n"
     validated = [*validation_sources(run), *answers(run, thumbnail)]
     parts = [header(run), tiles(run), charts, *validated, *settings(run), *history_tables(run)]
@@ -75,6 +76,7 @@ def tiles(run: RunRecord) -> str:
 
 
 def remaining(run: RunRecord) -> str:
+    """Return the text below a run's training time: while the run goes on, also an estimate of the time left."""
     total, pace = run.about.get("total_steps"), run.history.mean("seconds")
     if not isinstance(total, int) or pace is None or run.state not in ("running", "stopping"):
         return "training"

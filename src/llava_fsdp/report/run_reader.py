@@ -82,7 +82,8 @@ class RunRecord:
 
     @property
     def end(self) -> dict[str, Any]:
-        """Status of the last start that took steps. A start that failed before its first step does not count."""
+        """Status of the last start of the run that took steps. If the latest start ended before its first step, this
+        is its entry `before`, the status of the previous start."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")
         return before if is_refused and isinstance(before, dict) else self.status
@@ -173,7 +174,8 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
-    """Read a job's training. It has no metrics if it ended before its first step, or if the folder cannot be read."""
+    """Read the training of a job of a sweep from its folder. It has no metrics if it ended before its first step, or if
+    the folder cannot be read. `job`: content of its job.json; `name`: its name on pages."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = RunRecord(folder, name, status=status)
     if job.get("has_own_run", True):
@@ -188,7 +190,8 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Return a name for each job of a sweep: its number, and those of its Hydra overrides that not all jobs have."""
+    """Return a name for each job of a sweep, given as (number, Hydra overrides): its number, and those of its overrides
+    that not all jobs have."""
     overrides_of_jobs = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}"
@@ -251,7 +254,8 @@ def read_validations(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def read_rows(run: RunRecord, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Return the JSON objects in a JSON Lines file. Others, and those that `check` refuses, count in `run.unread`."""
+    """Return the JSON objects in the JSON Lines file `name` of a run's folder. Other lines, and objects for which
+    `check` raises an error, are left out and counted in `run.unread`."""
     rows = []
     for _, line in lines_of(run.folder / name):
         try:
@@ -313,8 +317,8 @@ def are_numbers(values: list[Any]) -> bool:
 
 
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return the last row of each step up to `step`, in the order of steps. Later ones were written before the training
-    resumed from an earlier step."""
+    """Return the last row of each step up to `step`, in the order of steps. Rows of later steps were written before the
+    training resumed from an earlier step."""
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 

@@ -23,7 +23,8 @@ Thumbnail = Callable[[str], str | None]
 
 
 def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
-    """Yield the answers of the last validation that has any, each with earlier answers to the same question."""
+    """Yield, as HTML, the answers of the last validation that has any, each with earlier answers to the same question.
+    `thumbnail`: returns the data: URL for an image's path, or None."""
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
@@ -47,7 +48,8 @@ def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
 
 
 def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield an answer of validation, with its question and reference, as HTML."""
+    """Yield an answer of validation as HTML, with its question, its reference and earlier answers. `rows`: all rows of
+    validation.jsonl that have answers; the last row has this one."""
     references, score = answer.get("references"), answer.get("score")
     entries = [
         ("source", answer.get("source")),
@@ -62,7 +64,8 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier_answers(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, text) of earlier answers to the same question. Of equal answers in a row, the first is returned."""
+    """Return (step, text) of the latest MOST_EARLIER earlier answers to the same question. Of equal answers in a row,
+    the first is returned. `rows`: all rows of validation.jsonl that have answers; the last row has `answer`."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:
@@ -75,7 +78,7 @@ def earlier_answers(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[
 
 
 def validation_sources(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the last validation's loss and score by data source, if it has several."""
+    """Yield an HTML table of the last validation's loss and score by data source, if it has several."""
     row = run.validations[-1] if run.validations else {}
     if len(row.get("sources") or {}) < 2:
         return
@@ -100,7 +103,8 @@ def settings(run: RunRecord) -> Iterator[str]:
 
 
 def recipe(run: RunRecord) -> Iterator[str]:
-    """Yield the configuration as HTML: the keys that differ from the recipe's files, and all keys."""
+    """Yield, as HTML, the keys of a run that differ from its recipe (the YAML files of its stage and model), and all
+    keys."""
     about = run.about
     files = escape(f"stage={about.get('stage')} model={about.get('model')}")
     if about.get("recipe") is None:
@@ -123,7 +127,7 @@ def columns(*sections: str) -> str:
 
 
 def sources(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the training's data sources, if it has several: label tokens and mean loss of the last steps."""
+    """Yield an HTML table of a run's data sources, if it has several: label tokens and mean loss of the last steps."""
     history = run.history
     if len(history.sources) < 2:
         return
@@ -135,7 +139,7 @@ def sources(run: RunRecord) -> Iterator[str]:
 
 
 def memory(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the memory that the planner predicted for rank 0 and of its measured peak, if they are known."""
+    """Yield an HTML table of the memory that was predicted for rank 0, and of the measured peak, if they are known."""
     at_rest, planned = run.about.get("at_rest"), run.about.get("planned_peak")
     if not at_rest:
         return
@@ -159,7 +163,7 @@ def history_tables(run: RunRecord) -> Iterator[str]:
 
 
 def environment(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the software and the machines of the run's last start."""
+    """Yield an HTML table of the software and the machines of the run's last start."""
     about = run.about
     if about.get("versions"):
         facts = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
@@ -168,7 +172,7 @@ def environment(run: RunRecord) -> Iterator[str]:
 
 
 def starts(run: RunRecord) -> Iterator[str]:
-    """Yield a table of the run's starts, if it has several."""
+    """Yield an HTML table of the starts of a run, if it was started more than once to continue it."""
     if len(run.starts) > 1:
         rows = [[s["step"], format_time(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
         note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"
@@ -176,7 +180,7 @@ def starts(run: RunRecord) -> Iterator[str]:
 
 
 def samples(run: RunRecord) -> Iterator[str]:
-    """Yield a table of samples that were truncated, skipped or without labels, if there are any."""
+    """Yield an HTML table of samples that were truncated, skipped or without labels, if there are any."""
     counts = {name: int(run.history.sums[name]) for name in ("truncated", "skipped_records", "unlabelled")}
     if any(counts.values()):
         yield section("Samples", table(["what", "samples"], counts.items()))

@@ -11,6 +11,7 @@ class CallablePackage(type(sys)):
     """
 
     def __call__(self, *given: object, **named: object) -> object:
+        """Import this package's module `python_entry`, and call the function in it that has the package's name."""
         import importlib
 
         entry = importlib.import_module(f"{self.__name__}.python_entry")

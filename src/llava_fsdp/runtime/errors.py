@@ -45,6 +45,7 @@ class Stopped(LlavaFsdpError):
     ending = "stopped"
 
     def __init__(self, message: str, asked_here: bool = True):
+        """Create the error that ends a run because a stop was requested."""
         super().__init__(message)
         self.asked_here = asked_here
         """Whether this rank itself received the request to stop."""
@@ -72,12 +73,12 @@ class DataError(LlavaFsdpError):
     ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
-        """Create the error.
+        """Create the error about a wrong file or record of a dataset.
 
         Args:
-            kind: the kind of problem of a record, from `data/problems.py`; None if the error is not about a
-                record. With a kind, line breaks in the message are escaped, because it contains names and values from
-                the record.
+            kind: the kind of problem of a record, one of the names in `data/problems.py`; None if the error is not
+                about a record. With a kind, line breaks in the message are escaped, because it contains names and
+                values from the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
@@ -89,6 +90,7 @@ class ImageError(DataError):
     on_every_rank = False
 
     def __init__(self, message: str, kind: str = "image_unreadable"):
+        """Create the error about a missing or broken image."""
         super().__init__(message, kind)
         self.kind: str = kind
         """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape."""
@@ -186,8 +188,8 @@ class FolderLost(CheckpointError):
     """Error: during a run `output_dir` was deleted, moved, replaced or taken by another run."""
 
     def __init__(self, message: str, may_be_recorded: bool):
-        """Create the error. `may_be_recorded`: whether `run_status.json` may be written into the folder that is now
-        there."""
+        """Create the error that ends a run whose `output_dir` was deleted, moved or replaced. `may_be_recorded`:
+        whether `run_status.json` may be written into the folder that is at this path now."""
         super().__init__(message)
         self.may_be_recorded = may_be_recorded
 

@@ -29,8 +29,9 @@ class Ending:
 
     @property
     def is_stop(self) -> bool:
-        """Whether a user or torchrun requested this end. The run then does not end torchrun: a user's request ends it
-        too, and torchrun stops ranks only in order to restart them with more machines."""
+        """Whether a run that ends in this way was asked to end, by its user or by torchrun. Its ranks then need not end
+        torchrun: a user's request has reached it too, and torchrun stops ranks only to restart them with more
+        machines."""
         return self.name in ("stopped", "interrupted")
 
 

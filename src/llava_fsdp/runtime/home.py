@@ -31,6 +31,7 @@ def ensure_home() -> str | None:
 
 
 def is_known_user(user: int) -> bool:
+    """Return whether the system has an entry for the user with this number, as in /etc/passwd."""
     try:
         pwd.getpwuid(user)
     except KeyError:

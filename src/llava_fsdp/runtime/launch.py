@@ -42,6 +42,7 @@ def incarnation() -> str:
 def start_time(pid: int) -> float:
     """Return when a process started, in seconds since 1970; 0 if unknown."""
     try:
+        # the field `starttime`, in clock ticks after the machine's start; the name before ")" may contain spaces
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

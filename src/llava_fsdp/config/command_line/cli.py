@@ -99,7 +99,8 @@ def reader_has_left() -> bool:
 
 def start_process(config_name: str, schema: type) -> None:
     """Prepare the process of a rank. From now on it ends when torchrun ends, and at once after a signal to stop,
-    because before the first step there is nothing to save.
+    because before the first step there is nothing to save. `config_name` is the command, and `schema` the dataclass of
+    its configuration.
 
     torchrun restarts its workers after any exit code. If this process may be such a restart, and `run_status.json` says
     that an earlier attempt ended with an error that a restart cannot fix, this process ends at once with the same exit
@@ -130,6 +131,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     anymore.
 
     Args:
+        config_name: the command, which is also the name of its top-level YAML file.
+        schema: dataclass with the keys of its configuration.
         on_exit: called as soon as the outcome is known. If it returns the status of a rank that failed earlier, this
             rank does not report its own error.
     """
@@ -181,8 +184,10 @@ def end_process(
 
     Args:
         folder: the run's output folder; None: nothing is recorded.
+        message: the error for the user; empty if nothing failed.
         silent: whether rank 0 prints the message of this failure, because every rank has it.
         ends_torchrun: whether to end torchrun on this machine in any case.
+        on_exit: records the outcome in the folder; returns the status of a rank that failed earlier, or None.
     """
     earlier = write_outcome(folder, outcome, on_exit)  # the status of a rank that failed earlier, if there is one
     code = outcome.ending.exit_code
@@ -190,7 +195,7 @@ def end_process(
         return
     is_training = on_exit is not no_status
     has_folder = is_training and folder is not None and not is_absent(folder)
-    # had rank 0 met this error, `earlier` would be its status: it has not, and this rank reports the error
+    # `earlier` would be the status of rank 0 if rank 0 had met this error, too; if not, this rank must report it
     if earlier is None and (has_folder or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
         write_torchrun_error(message)
@@ -246,8 +251,9 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -> dict[str, Any] | None:
-    """Call `on_exit`, and return its result. Errors are logged and not raised. Nothing is called without a folder, or
-    if processes that were launched separately are using it."""
+    """Record how this rank ended by a call of `on_exit`, and return its result: the status of a rank that failed
+    earlier, or None. Errors are logged and not raised. Nothing is called without a folder, or if a run that was
+    launched separately has locked it."""
     if folder is not None and not is_locked_by_other_launch(folder):
         with log_write_errors(folder):
             return on_exit(folder, outcome)
@@ -260,8 +266,8 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """Return the folder that is typed as `output_dir=`, where an error can be recorded even if the configuration cannot
-    be read; None without it, or for a dry run, which records nothing."""
+    """Return the folder that the command line names by `output_dir=`, where an error can be recorded even if the
+    configuration cannot be read; None without this argument, or for a dry run, which records nothing."""
     if any(a.startswith("dry_run=") for a in sys.argv[1:]):
         return None
     folders = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
@@ -280,8 +286,9 @@ def write_torchrun_error(message: str) -> None:
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
     """Build a command's configuration from YAML files and `sys.argv` with Hydra; None if only help or the configuration
-    was printed. Raise ConfigError if a key or choice does not exist (Hydra's message, shortened, with the nearest key
-    that exists), or a multirun was requested, which cannot work under torchrun."""
+    was printed. Raises ConfigError if a key or choice does not exist (Hydra's message, shortened, with the nearest key
+    that exists), or a multirun was requested, which cannot work under torchrun. `config_name` is the command, and
+    `schema` the dataclass with the keys of its configuration."""
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], LITERAL)
     words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
@@ -299,8 +306,8 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
 
 def checked_words(words: list[str], config_name: str, schema: type) -> list[str]:
-    """Check words of the form `key=value`, and return them as Hydra takes them. Raises ConfigError if a word has no
-    key, or a key or a choice does not exist."""
+    """Check words of the form `key=value`, and return them as Hydra takes them, with `model=own` added if they name a
+    model of the user's. Raises ConfigError if a word has no key, or a key or a choice does not exist."""
     refuse_bare_words(words, config_name)
     refuse_unknown(words, schema)
     if "optim" in schema_keys(schema):  # for commands that have the keys of a training
@@ -309,7 +316,8 @@ def checked_words(words: list[str], config_name: str, schema: type) -> list[str]
 
 
 def compose_words(words: list[str], config_name: str, schema: type) -> DictConfig:
-    """Build a command's configuration from YAML files and checked words (`checked_words`)."""
+    """Build a command's configuration with Hydra from YAML files and words `key=value` that `checked_words` has
+    returned. Raises ConfigError with Hydra's message, shortened."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             return hydra.compose(config_name, words)
@@ -318,8 +326,8 @@ def compose_words(words: list[str], config_name: str, schema: type) -> DictConfi
 
 
 def configure(words: list[str], config_name: str, schema: type[T]) -> T:
-    """Return a command's configuration from words of the form `key=value`, without a command line: with the same checks
-    and errors. Raise ConfigError if a key, a choice or a value is wrong, or a word is one of Hydra's flags."""
+    """Return a command's configuration from words of the form `key=value`, with the same checks and errors as from a
+    command line. Raises ConfigError if a key, a choice or a value is wrong, or a word is one of Hydra's flags."""
     for word in words:
         if word.startswith("-") or "hydra" in word.partition("=")[0]:
             raise ConfigError(f"{word} is a flag of the command line; give keys of the configuration, as key=value")
@@ -328,8 +336,8 @@ def configure(words: list[str], config_name: str, schema: type[T]) -> T:
 
 
 def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
-    """Do what `compose` does with Hydra's own program (`hydra.main`), which supports Hydra's flags such as `--cfg job`
-    but takes longer."""
+    """Build a command's configuration from YAML files and `sys.argv` by Hydra's own program (`hydra.main`), which
+    supports Hydra's flags such as `--cfg job` but takes longer than `compose_words`. None if a flag only prints."""
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:
@@ -387,7 +395,7 @@ def refuse_unknown(arguments: list[str], schema: type) -> None:
     if any(word.startswith("--config-dir") or word == "-cd" for word in arguments):
         return
     keys = schema_keys(schema)
-    flag = ""
+    flag = ""  # the word before, which may be a flag that takes the present word as its value
     for word in arguments:
         name, equals, value = word.partition("=")
         if word.startswith("--") and flag not in WITH_VALUES and (here := called_here(name, keys)):
@@ -422,11 +430,13 @@ def quoted(text: str) -> str:
     """Quote a text, which may contain any characters, for Hydra's command-line grammar, if it needs quotes."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
+    # a quote is escaped by a backslash, and backslashes before it are doubled
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return f"'{escaped}'"
 
 
 def refuse_multirun(config_name: str) -> None:
+    """Raise ConfigError, with the command to use instead, if the command line asks for Hydra's multirun."""
     flags = ("-m", "--multirun", "hydra.mode=MULTIRUN")
     if set(flags) & set(sys.argv[1:]):
         raise ConfigError(
@@ -437,7 +447,7 @@ def refuse_multirun(config_name: str) -> None:
 
 def refuse_bare_words(arguments: list[str], config_name: str) -> None:
     """Raise ConfigError for an argument without `key=`. Hydra's own message would speak of quotes instead."""
-    flag = ""
+    flag = ""  # the word before, which may be a flag that takes the present word as its value
     for word in arguments:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
             key = PATH_KEYS.get(config_name, "output_dir")
@@ -464,7 +474,7 @@ def shorten(message: str, schema: type) -> str:
 
 
 def is_unreadable(argument: str) -> bool:
-    """Return whether Hydra's grammar for `key=value` has no meaning for an argument."""
+    """Return whether an argument that is not a flag cannot be parsed by Hydra's grammar for `key=value`."""
     try:
         OverridesParser.create().parse_overrides([argument])
     except HydraException:

@@ -141,8 +141,8 @@ FOREIGN: Mapping[str, str] = MappingProxyType({name: key for key, names in TABLE
 
 
 def called_here(name: str, known: Container[str]) -> str:
-    """Say what another program's setting is called here, or why there is no such setting; empty if the name is unknown,
-    or if the command has no such key.
+    """Return a text for error messages that tells what another program's setting is called here, or why there is no
+    such setting; empty if the name is unknown, or if the command has no such key.
 
     Args:
         name: the setting's name, which may have dashes, capital letters, groups before it, or `--` or `+` in front.

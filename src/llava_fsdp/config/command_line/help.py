@@ -100,8 +100,8 @@ def about(group: str, schema: Any) -> list[str]:
 
 
 def choices_of(schema: Any, group: str = "") -> list[str]:
-    """Return lines of help: the choices (`group=choice`) of one or all of Hydra's config groups: YAML files in the
-    group's folder in `conf/`."""
+    """Return lines of help with the choices (`GROUP=CHOICE`) of Hydra's config group `group`, or of all groups that are
+    fields of `schema`. Each YAML file in the group's folder in `conf/` is a choice."""
     names = [group] if group else [key.name for key in fields(schema)]
     lines = []
     for name in names:

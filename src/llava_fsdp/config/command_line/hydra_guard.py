@@ -57,7 +57,8 @@ def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) ->
 
 
 def flag_values(arguments: list[str]) -> dict[str, str]:
-    """Return the values of `FLAGS`, which may be written `--flag value` or `--flag=value`."""
+    """Return flag -> value for each of Hydra's flags for a folder of YAML files (`FLAGS`) in the arguments. They may be
+    written `--flag value` or `--flag=value`."""
     values = {}
     for word, behind in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
@@ -141,7 +142,8 @@ def check_yaml(path: Path, relative_path: Path) -> None:
 
 
 def default_of(keys: list[str], value: str) -> tuple[str, str]:
-    """Return (group, choice) of an entry of a Hydra defaults list: `- override /GROUP: CHOICE`, where `keys` are the
-    parts of its key and `value` is CHOICE, or `- GROUP/CHOICE`, where `keys` is empty."""
+    """Return (group, choice) of an entry of a Hydra defaults list. The entry is `- override /GROUP: CHOICE`, where
+    `keys` are the parts of its key between dots and `value` is CHOICE, or `- GROUP/CHOICE`, where `keys` is empty and
+    `value` is the whole entry."""
     group, choice = (".".join(keys), value) if keys else value.rpartition("/")[::2]
     return re.sub(r"^(?:(?:override|optional)\s+)*/?", "", group), choice

@@ -124,6 +124,7 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
         value = "?"
     expected = None
     if isinstance(error, ValidationError):
+        # a key of a data source has the form `data.sources.NAME.KEY`, with a name that the user has chosen
         prefix = next((prefix for prefix in SOURCES if key.startswith(prefix)), None)
         inner = "" if prefix is None else key.removeprefix(prefix).partition(".")[2]
         if prefix is None:
@@ -153,7 +154,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     groups = {key.rpartition(".")[0] for key in known}  # names with keys below them
 
     def visit(part: DictConfig, prefix: str) -> None:
-        """Check the keys below `prefix`, which is empty or ends in a dot."""
+        """Check the keys in `part`, whose dotted names begin with `prefix`, which is empty or ends in a dot. Add the
+        keys of data sources, whose names the user chooses, to `known` and `groups`."""
         for key in part:
             name = f"{prefix}{key}"
             if name == "hydra":

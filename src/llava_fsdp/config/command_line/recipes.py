@@ -21,9 +21,10 @@ Difference = list[str]
 
 
 def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
-    """Return a row [key, value in the recipe, value in `cfg`] for each key whose values differ, with secrets hidden;
-    None if the YAML files have no such stage, model or kind of data. `arguments`: those of the command line, which may
-    name a folder of the user's own YAML files."""
+    """Compare the configuration of a training with its recipe, the values that the YAML files have for its stage, model
+    and kind of data. Return a row [key, value in the recipe, value in `cfg`] for each key whose values differ, with
+    secrets hidden; None if there is no such recipe. `arguments`: those of the command line, which may name a folder of
+    the user's own YAML files."""
     recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None
@@ -36,7 +37,8 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
 
 
 def recipe_of(cfg: Config, arguments: list[str]) -> dict[str, Any] | None:
-    """Return the recipe: dotted key -> value; None if the YAML files have no such stage, model or kind of data."""
+    """Return the recipe of a training, the values that the YAML files set for its stage, model and kind of data: dotted
+    key -> value. None if they have no such stage, model or kind of data. `arguments`: as for `differences`."""
     flags = flag_values(arguments)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]

@@ -33,7 +33,7 @@ def present_key(key: str) -> str | None:
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Convert a configuration that an older version may have written to the present names of keys and values. `prefix`:
-    dotted name, with a dot at the end, of the group that `tree` is."""
+    dotted name, with a dot at the end, of the group of keys in `tree`; empty for the whole configuration."""
     present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")

@@ -55,8 +55,8 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of each value in nested dictionaries and lists that is neither; the name of a list's
-    item is its index."""
+    """Yield (dotted name, value) of each value in nested dictionaries and lists that is itself neither a dictionary nor
+    a list. The name of a list's item is its index."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree

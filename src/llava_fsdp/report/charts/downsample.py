@@ -37,6 +37,7 @@ class Curve:
     """A metric over training steps, downsampled to a limited number of points."""
 
     def __init__(self, most: int = MOST_POINTS):
+        """Begin an empty curve of at most `most` stretches: points that each stand for `width` consecutive steps."""
         self.most_points = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
@@ -46,7 +47,8 @@ class Curve:
         return len(self.stretches)
 
     def add(self, step: int, value: float | None) -> None:
-        """Add the value of a step; ignore one that is missing or not finite."""
+        """Add the value of a step to its stretch of `width` steps, and double `width` if there are too many stretches.
+        Ignore a value that is missing or not finite."""
         if value is None or not math.isfinite(value):
             return
         merge_into(self.stretches, step // self.width, [1.0, float(step), value, value, value])
@@ -55,7 +57,7 @@ class Curve:
             self.stretches = merge_pairs(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """Return the points in the order of steps. If there are more than `most`, neighbours are merged."""
+        """Return the points of the curve in the order of steps. If there are more than `most`, neighbors are merged."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
             stretches = merge_pairs(stretches)
@@ -66,7 +68,8 @@ class Curve:
 
 
 def merge_into(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
-    """Merge `values` into stretch `number`: [count, sum of steps, sum of values, least value, greatest value]."""
+    """Merge `values` into stretch `number` of a curve, some consecutive steps; a missing stretch begins with `values`.
+    Both have the form [count, sum of steps, sum of values, least value, greatest value]."""
     present = stretches.get(number)
     if present is None:
         stretches[number] = values
@@ -77,7 +80,7 @@ def merge_into(stretches: dict[int, list[float]], number: int, values: list[floa
 
 
 def merge_pairs(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Merge each two neighbouring stretches into one."""
+    """Merge each two neighboring stretches of a curve into one: stretches 2n and 2n + 1 become stretch n."""
     pairs: dict[int, list[float]] = {}
     for number, values in stretches.items():
         merge_into(pairs, number // 2, list(values))
@@ -168,7 +171,8 @@ class RunHistory:
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """(loss, step) as in `lowest`. With fewer than `window` steps, the loss is the mean of all."""
+        """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. With fewer
+        than `window` steps, the mean of all; None without a loss."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
@@ -185,7 +189,7 @@ class RunHistory:
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """Return the loss curves of the `most` data sources with the most label tokens."""
+        """Return (name, loss curve) of each of the `most` data sources with the most label tokens."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
 

@@ -20,7 +20,7 @@ NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d
 
 
 def whole_page(title: str, body: str) -> str:
-    """Return a complete page, which loads no other file."""
+    """Return a complete HTML page, which loads no other file. `body`: HTML of its content."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -32,7 +32,7 @@ def whole_page(title: str, body: str) -> str:
 
 
 def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "") -> str:
-    """Return the head of a page.
+    """Return the top of a page as HTML, with its title.
 
     Args:
         kind: kind of the page, such as run or sweep.

@@ -104,7 +104,7 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def dash_style(number: int, lines: int) -> str:
-    """Return the CSS of one of several equal curves: its dashes lie in the gaps of the others, so all can be seen."""
+    """Return the CSS of curve `number` of `lines` equal curves: its dashes lie in the gaps of the others."""
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 
@@ -157,7 +157,7 @@ def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
 
 
 def picture(scale: "Scale", title: str, body: Iterable[str], kind: str = "") -> str:
-    """Return an SVG picture with these elements. `kind`: its CSS class."""
+    """Return an SVG picture as text. `title`: its name for screen readers; `body`: its elements; `kind`: CSS class."""
     return (
         f"<svg{f' class={kind}' if kind else ''} viewBox='0 0 {scale.width} {scale.height}' role='img' "
         f"aria-label='{escape(title)}'>{''.join(body)}</svg>"
@@ -168,7 +168,9 @@ def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[t
     """Return an HTML <figure> around a chart.
 
     Args:
-        names: (name, CSS class of the colour) of each curve, for a legend, which is left out if there is only one.
+        kind: its CSS classes.
+        drawn: SVG pictures of the chart, such as one for wide windows and one for narrow ones.
+        names: (name, CSS class of the color) of each curve, for a legend, which is left out if there is only one.
         more: HTML to put below the chart.
     """
     items = "".join(f"<li class='{colour}'>{escape(shorten_middle(name, NAME_LENGTH))}</li>" for name, colour in names)
@@ -229,7 +231,7 @@ def extent(line: Line) -> tuple[float, float]:
 
 
 def grid(scale: Scale, share: bool = False) -> list[str]:
-    """Return the horizontal lines of a chart with their values, in percent with `share`."""
+    """Return the SVG elements of a chart's horizontal grid lines and their values, in percent with `share`."""
     values, parts = ticks(scale.low, scale.high, 5), []
     for value in values:
         y = scale.y(value)
@@ -254,7 +256,7 @@ def level(scale: Scale, chart: Chart) -> list[str]:
 
 
 def marks(scale: Scale, chart: Chart) -> list[str]:
-    """Return the vertical lines at the steps after which the run was restarted."""
+    """Return the SVG elements of a chart's vertical lines at the steps after which the run was restarted."""
     bottom = scale.height - BELOW
     return [
         f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{bottom}'><title>started after step {step:,}</title></path>"
@@ -268,7 +270,8 @@ def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
 
 
 def shapes(scale: Scale, line: Line, dash: str = "") -> list[str]:
-    """Return a line's SVG elements: the curve of its means, and the band from least to greatest value."""
+    """Return the SVG elements of a line of a chart: the curve of its means, and the band from least to greatest value.
+    `dash`: CSS of its dashes; empty for a solid line."""
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
     colour, parts = colour_class(line.colour), []
     if any(p.least < p.most for p in line.points):
@@ -287,7 +290,8 @@ def colour_class(number: int) -> str:
 
 
 def script_of_values(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
-    """Return an HTML script element with a chart's values, from which the page's script redraws the chart."""
+    """Return an HTML script element with a chart's values as JSON, from which the page's script redraws the chart.
+    `dashes`: for each line the CSS of its dashes; empty for a solid line."""
     values = {
         "share": chart.share,
         "smooths": chart.smooths,
@@ -301,6 +305,8 @@ def script_of_values(chart: Chart, lines: Sequence[Line], dashes: Sequence[str])
 
 
 def line_data(line: Line) -> dict[str, Any]:
+    """Return a line of a chart as JSON values for the page's script. `low` and `high`, the bounds of the band around
+    the means, are left out if every point is a single value."""
     step, mean, low, high = ([round_digits(value) for value in values] for values in zip(*line.points, strict=True))
     values = {
         "name": shorten_middle(line.name, NAME_LENGTH),
@@ -332,7 +338,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def digits(values: list[float]) -> int:
-    """Return the significant digits (at least 4) with which neighbouring values differ as text."""
+    """Return the number of significant digits, at least 4, with which evenly spaced values still differ as text."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))

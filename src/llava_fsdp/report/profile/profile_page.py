@@ -22,8 +22,8 @@ NAME_LENGTH = 100
 
 
 def profile_page(times: Times, title: str, first: int = 1) -> str:
-    """Return the page as HTML: the time of each step by category, and the kernels or operations that took longest.
-    `first` is the number of the first recorded step."""
+    """Return the page of a profile as HTML: the time of each step by category, and the kernels or operations that took
+    longest. `first`: number of the first recorded step."""
     count = len(times.steps)
     total = {name: sum(step[name] for step in times.steps) for name in CATEGORIES}
     whole = sum(total.values())

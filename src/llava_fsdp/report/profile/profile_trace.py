@@ -132,6 +132,7 @@ def host_spans(
         operations: events of operations, of all threads.
         annotations: events of ranges that the program marked.
         main: id of the main thread.
+        parts: time spans of each part of a step.
     """
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
     kernels = merge_spans(spans_of(e for e in here if e["name"].startswith("aten::")))
@@ -172,7 +173,7 @@ def merge_spans(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def intersection(spans: Spans, others: Spans) -> Spans:
-    """Return the times that lie both in one of `spans` and in one of `others`."""
+    """Return the time spans (begin, end) that lie both in one of `spans` and in one of `others`."""
     result, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:
@@ -185,7 +186,7 @@ def intersection(spans: Spans, others: Spans) -> Spans:
 
 
 def difference(spans: Spans, others: Spans) -> Spans:
-    """Return the times in `spans` that no span of `others` covers."""
+    """Return those parts of the time spans `spans` that no span of `others` covers: what lies in the gaps between."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
     return intersection(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 

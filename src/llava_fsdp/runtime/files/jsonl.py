@@ -25,7 +25,8 @@ class RowWriter:
         self.num_lost = 0
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row. If writing fails, up to MOST_WAITING rows are kept, and the oldest are dropped after that."""
+        """Append a row to the file. While writing fails, up to MOST_WAITING rows are kept in memory, and the oldest are
+        dropped after that. Log a warning when writing begins to fail, and when it succeeds again."""
         was_failing = bool(self.waiting_rows)
         self.waiting_rows.append(json.dumps(row) + "\n")
         if len(self.waiting_rows) > MOST_WAITING:
@@ -41,8 +42,8 @@ class RowWriter:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Append the rows in memory: all or none, because a partial line would make the next row unreadable. Return the
-        error, if there was one."""
+        """Append the rows in memory to the file: all or none, because a partial line would make the next row
+        unreadable. Return the error, if there was one."""
         if not self.waiting_rows:
             return None
         try:

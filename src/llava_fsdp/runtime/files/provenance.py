@@ -52,15 +52,15 @@ LOADED_NAMES = (
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """Return the notes of a model or adapter folder; empty if it has none. Notes of earlier versions of this package
-    contain no digest of themselves, and are not checked. Raise DamagedModel if the notes were changed after they were
-    written, or cannot be read."""
+    """Return the notes of a model or adapter folder (`llava_fsdp.json`: how the model was made, and digests of its
+    files); empty if it has none. Notes of earlier versions of this package contain no digest of themselves, and are not
+    checked. Raises DamagedModel if the notes were changed after they were written, or cannot be read."""
     content = read_bytes(folder / NOTES)
     return {} if content is None else parse(content, folder)
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """Parse the content of the notes, and check it against the digest at its end.
+    """Parse the content of a model folder's notes (`llava_fsdp.json`), and check it against the digest at its end.
 
     Args:
         folder: for error messages.
@@ -80,8 +80,8 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Return whether an earlier version of this package wrote the notes. They list no files, or only an adapter's
-    tensor files."""
+    """Return whether an earlier version of this package wrote the notes of a model folder. Such notes have no digest of
+    themselves; they list no files, or an adapter's tensor files with a digest and no size."""
     return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
@@ -106,23 +106,23 @@ def listed_digests(folder: Path) -> dict[str, Digest]:
 
 
 def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
-    """Return the size and digest of each file that a folder's notes list, by relative path. Raises DamagedModel if the
-    list is not one."""
+    """Return the size and digest of each file that a folder's notes list, by relative path. Raises DamagedModel if a
+    path, size or digest in that list is not valid."""
     files = notes.get(FILES, {})
     with library_errors(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
         return {require_relative(name): read_digest(folder / name, entry) for name, entry in files.items()}
 
 
 def require_relative(name: str) -> str:
-    """Return a listed path; raise ValueError if it may lead out of the folder."""
+    """Return the path of a file that the notes of a folder list; raise ValueError if it may lead out of the folder."""
     if not RELATIVE.fullmatch(name):
         raise ValueError(f"{name[:200]!r} is not the path of a file in this folder")
     return name
 
 
 def read_digest(path: Path, entry: Any) -> Digest:
-    """Return the listed size and digest of a file. An earlier version of this package listed only a digest; the file's
-    current size is then taken."""
+    """Return the size and digest of a file from `entry`, its value in the folder's notes. An earlier version of this
+    package listed only a digest; the file's current size is then taken."""
     if isinstance(entry, str):
         entry = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": entry}
     digest = Digest(entry["bytes"], entry["xxh128"])
@@ -132,8 +132,8 @@ def read_digest(path: Path, entry: Any) -> Digest:
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Check that all files listed in a folder's notes are unchanged, and that no file was added which programs would
-    load as part of the model.
+    """Check that all files listed in the notes of a model folder (`llava_fsdp.json`) are unchanged, and that no file
+    was added which programs would load as part of the model.
 
     Args:
         largest: of files with more bytes than this, only the size is checked; None: all files are read.
@@ -176,8 +176,8 @@ def refuse_added_files(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files in several threads. Raises DamagedModel if a size or digest differs; `folder` is named in the
-    message."""
+    """Check the sizes and digests of files, which several threads read. Raises DamagedModel if one differs; `folder`,
+    in which the files are, is named in the message."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
 
@@ -194,7 +194,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Return the end of an error message: what the user can do about a changed, missing or added file."""
+    """Return the end of an error message: what to do about a changed, missing or added file `name` of a folder."""
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"
@@ -203,8 +203,8 @@ def cure(folder: Path, name: str) -> str:
 
 
 def write_sealed_notes(folder: Path, entries: Mapping[str, Any]) -> None:
-    """Write the notes into a model folder: `entries` (how the model was made), and the size and digest of every other
-    file but `README.md`, which users may change."""
+    """Write the notes (`llava_fsdp.json`) into a model folder: `entries` (how the model was made), and the size and
+    digest of every other file but `README.md`, which users may change."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(
         render(entries, digests_of_files(folder, (n for n in names if n not in (NOTES, README))))
@@ -219,7 +219,8 @@ def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 
 
 def render(entries: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """Return the content of the notes: a JSON object that ends with a digest of itself."""
+    """Return the content of a model folder's notes (`llava_fsdp.json`): a JSON object with `entries` (how the model was
+    made), the size and digest of each file, and at its end a digest of itself."""
     listed = {name: {"bytes": digest.bytes, "xxh128": digest.xxh128} for name, digest in files.items()}
     entries_without_digest = {key: value for key, value in entries.items() if key != DIGEST}
     return with_digest(json.dumps({**entries_without_digest, FILES: listed}, indent=1).removesuffix("\n}").encode())

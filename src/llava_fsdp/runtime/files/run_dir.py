@@ -146,7 +146,7 @@ def refuse_other_kinds(folder: Path) -> None:
 @contextlib.contextmanager
 def restoring_umask() -> Iterator[None]:
     """Context manager that restores the process's umask at its end."""
-    before = os.umask(0o077)
+    before = os.umask(0o077)  # the umask can only be read by a call that sets it
     os.umask(before)
     try:
         yield
@@ -171,7 +171,8 @@ def await_claim(folder: Path) -> None:
 
 
 def lock_folder(handle: int, folder: Path) -> None:
-    """Lock the run's folder, waiting HANDOVER_SECONDS seconds for an earlier start of the same launch to release it."""
+    """Lock the run's folder by its open lock file, and write into that file who holds the lock. If an earlier start of
+    the same launch holds it, wait up to HANDOVER_SECONDS seconds. Raises FolderInUse if it stays locked."""
     until = time.monotonic() + HANDOVER_SECONDS
     while True:
         try:
@@ -212,8 +213,8 @@ def sign_lock(handle: int) -> None:
 
 
 def holder_of(handle: int) -> dict[str, Any]:
-    """Return which process has locked a run's folder, from the open lock file; empty if its content is not as
-    written."""
+    """Return which process has locked a run's folder (`pid`, `host`, `launch`, `since`), from the open lock file. Empty
+    if the file's content is not valid."""
     try:
         return parse_object(os.pread(handle, 4096, 0), LOCK_KINDS)
     except BadJson:
@@ -281,7 +282,7 @@ def warn_of_killed(folder: Path) -> None:
 
 def mark_begun(folder: Path, resume: str, step: int) -> None:
     """Record at which step the run has begun: step 0, or that of a checkpoint, as `checkpoint.resume` says. Ranks that
-    torchrun restarts read this record.
+    torchrun restarts read this record and do not write it again. Does nothing without torchrun.
 
     Args:
         resume: the value of `checkpoint.resume`.
@@ -313,7 +314,7 @@ def begun_at(folder: Path, resume: str) -> int | None:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
+    """Return the name of the folder of the checkpoint that was saved after `step` steps."""
     return f"step-{step:06d}"
 
 

@@ -31,7 +31,7 @@ class RunDirLock:
     """Rank 0's lock on the run's folder. Two threads may call `check_folder`."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
-        """Record the identity (device and inode) of the folder and the content of its lock file.
+        """Record the identity (device and inode) of the locked folder of a run, and the content of its lock file.
 
         Args:
             handle: descriptor of the locked lock file. Its number stays the same if the file is replaced and opened
@@ -44,8 +44,8 @@ class RunDirLock:
         self.is_warned = False
 
     def check_folder(self) -> FolderChange | None:
-        """Return what happened to the folder; None if it is intact or cannot be checked. A replaced lock file is locked
-        again. Needs two calls of stat.
+        """Return what happened to the run's folder; None if it is intact or cannot be checked. A replaced lock file is
+        locked again. Needs two calls of stat.
 
         Some file systems (FUSE, overlays) may change a folder's inode number. Then the content of the lock file
         decides.
@@ -67,7 +67,8 @@ class RunDirLock:
                 return None
 
     def find_folder(self) -> tuple[int, int]:
-        """Return the identity of the folder that is now at the run's path. Raises OSError if no folder is there."""
+        """Return the identity (device and inode) of the folder that is now at the run's path. Look again a moment later
+        if it is missing. Raises OSError if no folder is there."""
         try:
             return identity(os.stat(self.folder))
         except FileNotFoundError:
@@ -75,8 +76,9 @@ class RunDirLock:
             return identity(os.stat(self.folder))
 
     def check_content(self, folder_now: tuple[int, int]) -> FolderChange | None:
-        """Return what happened to the folder, by the content of its lock file, which is locked again; None if it is
-        still this run's. `folder_now`: identity of the folder that is now at the run's path."""
+        """Find out by the content of the lock file whether the folder at the run's path is still this run's. If so,
+        lock the file again and return None; else return what happened. `folder_now`: identity of the folder that is
+        there now."""
         if folder_now != self.folder_identity and not self.has_own_content():
             return FolderChange("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):  # `lock_again` would refuse to open it
@@ -100,15 +102,16 @@ class RunDirLock:
         return False
 
     def open_lock(self) -> None:
-        """Open the lock file under the descriptor number of the earlier one. The descriptor of `os.open` is closed
-        before the file is locked: closing any descriptor of a file releases its POSIX locks."""
+        """Open the lock file that is now in the run's folder, under the descriptor number of the earlier one. The
+        descriptor of `os.open` is closed before the file is locked: closing any descriptor of a file releases its POSIX
+        locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
 
     def lock_again(self) -> FolderChange | None:
-        """Lock the lock file that is now in the folder. Return what happened if another run has locked it; else
-        None."""
+        """Lock the lock file that is now in the run's folder. If this run did not write it, write it and the run's
+        status again, with a warning. Return what happened if another run has locked the file; else None."""
         self.open_lock()
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +127,7 @@ class RunDirLock:
         return None
 
     def remake(self) -> None:
-        """Create the deleted folder again, empty and locked. Raises OSError if that is impossible."""
+        """Create the run's deleted folder again, with only its lock file and status. Raises OSError if that fails."""
         with self.one_at_a_time:
             make_run_folder(self.folder, self.private)
             self.open_lock()

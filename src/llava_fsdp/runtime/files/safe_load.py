@@ -32,7 +32,8 @@ CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """Read a UTF-8 text file. Raises `error` if it cannot be read or has more than `largest` bytes."""
+    """Read a UTF-8 text file. Raises `error` if it cannot be read, has more than `largest` bytes, or is a pointer of
+    git-LFS in place of a file that git has not fetched."""
     try:
         if not path.is_file():
             raise error(f"{path} is not a file")

@@ -107,7 +107,8 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """Read a JSON object of at most `largest` bytes and check the types of its values as `parse_object` does.
+    """Read a JSON object of at most `largest` bytes from a file, and check its values: `kinds` has the allowed types by
+    key (see `parse_object`).
 
     Raises:
         MissingJson: the file does not exist.
@@ -139,7 +140,8 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Like `read_object`, but return None if the file is missing or not as expected."""
+    """Read a JSON object as `read_object` does, with the same checks, but return None if the file is missing, cannot be
+    read or is not as expected."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

@@ -101,7 +101,8 @@ def put_status(
     mode: int | None = None,
     before: dict[str, Any] | None = None,
 ) -> None:
-    """Write a run's status, with details of this process, into `run_status.json`.
+    """Write a run's status, with details of this process, into `run_status.json`. If the run had finished and this
+    start of it has failed, the finished run's status stays, and the new one becomes its entry `refused`.
 
     Args:
         status: running, stopping, done, stopped, interrupted or failed.
@@ -124,7 +125,7 @@ def put_status(
         "time": time.time(),
     }
     if outcome is not None and status != "done" and before is not None and before.get("status") == "done":
-        content = {**before, "before": None, "refused": content}  # the run stays finished
+        content = {**before, "before": None, "refused": content}
     else:
         content["before"] = before
     text, path = (json.dumps(content) + "\n").encode(), folder / STATUS_FILE
@@ -140,8 +141,8 @@ def put_status(
 
 
 def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
-    """Return what the latest start of a run wrote: all of the status, or its entry `refused` if the run was already
-    finished and the latest start failed."""
+    """Return what the latest start of a run wrote into `run_status.json`: all of the status, or its entry `refused` if
+    the run was already finished and the latest start failed. The finished run's status is then the entry `before`."""
     refused = status.get("refused")
     if not isinstance(refused, dict):
         return status
@@ -179,7 +180,8 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_status(status: Any, path: Path) -> None:
-    """Raise BadJson, naming `path`, if a status, or its entry `before` or `refused`, has a value of a wrong type."""
+    """Raise BadJson, naming `path`, if a run's status that was read from there has a value of a wrong type, or an exit
+    code that is out of range."""
     try:
         require_kinds(status, STATUS_KINDS)
     except BadJson as error:
@@ -200,7 +202,7 @@ def start_of(folder: Path) -> str:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove a failure report that an earlier start of the run wrote, or that cannot be read."""
+    """Remove a run's failure report if an earlier start of the run wrote it or, with a warning, if it is unreadable."""
     unreadable_error = None
     try:
         if failure_of(folder)["incarnation"] == start_of(folder):
@@ -215,7 +217,7 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Read the failure report. Raises BadJson if it is missing or cannot be read."""
+    """Read a run's failure report: which rank failed first, and why. Raises BadJson if it is missing or unreadable."""
     path = folder / FIRST_FAILURE
     failure = read_object(path, FAILURE_KINDS)
     if not 0 < failure["exit_code"] <= 255:
@@ -224,7 +226,7 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """Return the failure report of the current start of the ranks; None if no rank has failed."""
+    """Return the report of the rank that failed first in the current start of the run; None if no rank has failed."""
     try:
         failure = failure_of(folder)
     except BadJson:
@@ -233,7 +235,8 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
-    """Wait up to `seconds` for the failure report of the current start; return it, or None if there is none."""
+    """Wait up to `seconds` for the report of the rank that failed first in the current start of the run. Return the
+    report, or None if there is none."""
     until = time.monotonic() + seconds
     while (failure := first_failure(folder)) is None and time.monotonic() < until:
         time.sleep(0.05)
@@ -251,8 +254,9 @@ def log_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Record in `run_status.json` how the run ended. A rank that lost contact first waits for the report of a rank that
-    failed. Errors of writing are only logged.
+    """Record in `run_status.json` how the run ended. Only one rank does this: rank 0 of a run that is done, or else the
+    rank that failed first. A rank that lost contact first waits for the report of a rank that failed. Errors of writing
+    are only logged.
 
     Returns:
         The failure report, if another rank failed first; else None.
@@ -288,8 +292,8 @@ def is_absent(folder: Path) -> bool:
 
 
 def write_first_failure(folder: Path, outcome: Outcome) -> bool:
-    """Write the failure report and return True, unless another rank has written it. Only one rank can create the
-    file."""
+    """Write the failure report of a run (which rank failed first, and why) and return True. Return False if there is
+    one already: only one rank can create the file."""
     drop_stale_failure(folder)
     failure = {
         "incarnation": start_of(folder),

@@ -47,8 +47,8 @@ def has_export(run: Path) -> bool:
 
 
 def earlier_export(run: Path) -> str | None:
-    """Say that a run's export is of an earlier step than its newest checkpoint, as after a run that was continued and
-    stopped; None if it is not."""
+    """Return a warning if a run's export is of an earlier step than its newest checkpoint, as after a run that was
+    continued and stopped; else None."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(run / FOLDER)), default=0)
     exported = read_notes(run / EXPORT).get("step")
     if exported is None or exported >= saved:

@@ -34,11 +34,12 @@ class RankGuard:
     """Starts the guard of this rank, and sends it signs of life."""
 
     def __init__(self, folder: Path, rank: int, peers: dict[int, int], seconds: float):
-        """Start the guard's process.
+        """Start the guard, a process that kills this rank if the rank hangs and can no longer end itself.
 
         Args:
+            folder: the run's folder, in which the guard records why it kills the rank.
             peers: process ids of the other ranks on this machine, by rank.
-            seconds: how long this rank may be silent from now on (`beat`).
+            seconds: time within which this rank must send its next sign of life (`beat`).
         """
         environment = dict(os.environ)
         if (launch := launch_id()) is not None:  # the guard cannot find it out: its parent process is not torchrun
@@ -56,12 +57,12 @@ class RankGuard:
         self.beat(seconds)
 
     def beat(self, seconds: float) -> None:
-        """Tell the guard that this rank's watchdog is running, and how long it may be silent from now on."""
+        """Send the guard process a sign of life: it kills this rank unless the next one comes within `seconds`."""
         with contextlib.suppress(OSError):  # a guard that has ended guards nothing; the training goes on without it
             os.write(self.pipe, f"{seconds}\n".encode())
 
     def close(self) -> None:
-        """End the guard: it ends when its input does."""
+        """End the guard process by closing its standard input, and wait for its end."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -69,10 +70,12 @@ class RankGuard:
 
 
 def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> None:
-    """Body of the guard's process: read signs of life from stdin until the rank ends or closes it, and kill the rank if
-    they stay away for too long.
+    """Run the guard's process: read a rank's signs of life from stdin until the rank ends or closes it, and kill the
+    rank if they stay away for too long. More than `GRACE` seconds after the end of another rank of this machine,
+    `SILENT` seconds are too long.
 
     Args:
+        folder: the run's folder, in which the reason is recorded.
         rank: the guarded rank.
         pid: its process id.
         peers: (rank, process id) of the other ranks on this machine.

@@ -56,7 +56,8 @@ class Host:
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read the limits. `proc` and `root` are where the file systems proc and cgroup are mounted."""
+    """Read how many CPU cores and how much memory this process may use, from the kernel's files about the machine and
+    the container's limits. `proc` and `root` are where the file systems proc and cgroup are mounted."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (read_kernel_file(proc / "meminfo") or "").splitlines()
@@ -106,7 +107,8 @@ def process_memory(key: str) -> int:
 
 def cgroups(listed: str, root: Path) -> list[Path]:
     """Return the folders of the cgroups that limit this process, innermost first. The last one is `root`, in a
-    container the container's own cgroup. `listed` is the content of /proc/self/cgroup."""
+    container the container's own cgroup. `listed`: content of /proc/self/cgroup, whose lines are
+    `number:controllers:path`."""
     folders = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]

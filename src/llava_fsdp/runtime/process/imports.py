@@ -39,13 +39,14 @@ def importing() -> Iterator[None]:
 
 
 def broken_package(error: ImportError) -> ConfigError | None:
-    """Return a ConfigError that names the package which cannot be imported; None if a module of this project raised
-    `error`."""
+    """Return a ConfigError that names the installed package because of which an import failed with `error`; None if the
+    cause is in this package itself or in the main program."""
     first_error: BaseException = error
     while isinstance(first_error.__cause__, Exception):  # transformers raises errors of its own from the first one
         first_error = first_error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(first_error.__traceback__)]
-    if not isinstance(first_error, ImportError):  # raised in another package, which the module that failed has called
+    # another error may come from a function that the broken module has called: only modules being imported count
+    if not isinstance(first_error, ImportError):
         frames = [frame for frame in frames if frame.f_code.co_name == "<module>"]
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     package = next((name.partition(".")[0] for name in reversed(modules) if not name.startswith("importlib")), "")
@@ -59,7 +60,8 @@ def broken_package(error: ImportError) -> ConfigError | None:
 
 
 def build_of(package: str) -> str:
-    """Return where the build of a package is found that fits the torch which is here; empty if pip's is right."""
+    """Return the end of an error message: where to find the build of a package that fits the installed torch. Empty if
+    a package has only one build."""
     if package not in BUILT_WITH_TORCH:
         return ""
     return (

@@ -61,7 +61,8 @@ class LimitedProcess:
     _stopped: bool = False
 
     def __call__(self, request: dict[str, Any]) -> Answer:
-        """Return the answer to a request, which must be valid JSON. Raises LimitBroken."""
+        """Send a request, a JSON object, to the process with limits, and return its answer. If a process that already
+        ran before breaks the memory limit, a new one gets the request again. Raises LimitBroken."""
         with self._lock:
             is_used = self._owner == os.getpid() and self._process is not None
             try:
@@ -108,8 +109,8 @@ class LimitedProcess:
         raise LimitBroken(f"ends the process that reads it (exit status {status})")
 
     def _running(self) -> "subprocess.Popen[bytes]":
-        """Return the process; start one if there is none, or if it belongs to the process from which this was
-        forked."""
+        """Return the process that answers requests. Start one if there is none, or if it belongs to the process from
+        which this one was forked."""
         if self._stopped:
             raise LimitBroken("is not read, because the program ends")
         if self._process is not None and self._owner == os.getpid():
@@ -125,6 +126,7 @@ class LimitedProcess:
         self._process, self._owner = process, os.getpid()
         weakref.finalize(self, end_process, process, self._owner)
         try:
+            # the first message says that the process has started
             receive(process.stdout, time.monotonic() + START_SECONDS)
         except (EOFError, TimeoutError) as error:
             self._end()
@@ -147,7 +149,7 @@ class MemoryBroken(LimitBroken):
 
 
 def end_process(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """End a process, unless this is a forked copy of the one that started it (`owner`, its process id)."""
+    """Kill a child process, unless the caller is a forked copy of the process that started it (`owner`, its id)."""
     if os.getpid() == owner:
         process.kill()
         for pipe in filter(None, (process.stdin, process.stdout)):

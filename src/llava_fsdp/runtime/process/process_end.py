@@ -55,7 +55,7 @@ def how_ended(code: int) -> str:
 
 def has_ended(pid: int) -> bool:
     """Return whether a process of this machine has ended, even if its parent has not waited for it yet."""
-    try:
+    try:  # the word after the process's name is its state: Z is a zombie, X is dead
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
     except (OSError, IndexError):
         return True
@@ -63,7 +63,7 @@ def has_ended(pid: int) -> bool:
 
 def status_of_zombie(pid: int) -> int | None:
     """Return the wait status of an ended process whose parent has not waited for it; None if unknown."""
-    try:
+    try:  # the last number of the file is the wait status
         return int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except (OSError, ValueError):
         return None
@@ -83,8 +83,8 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent process ends; if that has ended, end at once. Does
-    nothing on systems other than Linux."""
+    """Make the kernel send this process the signal `number` when its parent process, with the id `parent`, ends. If the
+    parent has already ended, end at once. Does nothing on systems other than Linux."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
@@ -117,10 +117,10 @@ def end_torchrun() -> None:
 
 
 def end_agent(report: dict[str, Any] | None = None) -> None:
-    """End the agent of `llava-fsdp train`: it would restart the ranks although that cannot help. Does nothing on ranks
-    other than the machine's first, and if the user started torchrun: restarted ranks then end at once
-    (`cli.start_process`). `report`: reason and exit code, which `llava-fsdp train` prints if the run's folder has no
-    status; None if they are in that status."""
+    """End the agent of `llava-fsdp train`, the process that started the ranks of this machine: it would restart them
+    although that cannot help. Does nothing on ranks other than the machine's first, and if the user started torchrun:
+    restarted ranks then end at once (`cli.start_process`). `report`: reason and exit code, which `llava-fsdp train`
+    prints if the run's folder has no status; None if they are in that status."""
     agent, _, handle = os.environ.get(AGENT, "").partition(":")
     if agent == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         if report is not None:

@@ -107,14 +107,14 @@ class Watchdog:
         warn_after: int | None = None,
         run: WatchedRun | None = None,
     ):
-        """Set up the watchdog without starting it.
+        """Set up the watchdog, which handles signals and watches the other ranks, without starting its thread.
 
         Args:
             folder: the run's folder; None: the working directory.
             limit: seconds that a collective may wait for other ranks. The attribute may be changed later.
             warn_after: seconds that this rank waits before it reports which ranks it waits for. None: other ranks are
                 not watched.
-            run: None for a process without a run.
+            run: object whose methods the watchdog calls; None for a process without a run.
         """
         self.folder = folder or Path()
         self.rank = rank
@@ -162,8 +162,8 @@ class Watchdog:
         """Seconds of the longest step but the first, with all that was done since the step before."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record in the heartbeats that this rank begins a phase. `step` is the number of finished steps; None:
-        unchanged."""
+        """Record, for this rank's next heartbeats, that it begins a phase, such as waiting for data or validating.
+        `step`: number of finished steps; None: unchanged."""
         self.phase = phase
         self.step = self.step if step is None else step
 
@@ -172,7 +172,7 @@ class Watchdog:
         return bool(self.stop)
 
     def wants_save(self) -> bool:
-        """Return whether SIGUSR1 has come since the last call."""
+        """Return whether SIGUSR1, the request to save a checkpoint, has come since the last call."""
         taken_before, self.saves_taken = self.saves_taken, self.saves
         return self.saves_taken > taken_before
 
@@ -188,16 +188,16 @@ class Watchdog:
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
         """Context manager around the training steps, in which a signal to stop takes effect at the end of a step. In
-        the first step the process ends at once: no work is lost, and the step may compile for longer than torchrun
-        waits before it kills the ranks."""
+        the first step such a signal ends the process at once: no work is lost, and the step may compile for longer than
+        torchrun waits before it kills the ranks."""
         try:
             yield
         finally:
             self.is_in_steps = False  # `step_done` has set it at the end of the first step
 
     def step_done(self) -> None:
-        """Note the end of a training step. From the first one on, a signal to stop takes effect at the end of a
-        step."""
+        """Record that a training step has ended, and how long it took. From the first one on, a signal to stop takes
+        effect at the end of a step. Rank 0 also records the first one in the run's folder."""
         if not self.is_in_steps and self.is_entered and self.rank == 0:
             with contextlib.suppress(OSError):
                 mark_stepped(self.folder)
@@ -207,7 +207,8 @@ class Watchdog:
         self.is_in_steps, self.has_stepped, self.stepped_at = True, True, now
 
     def __enter__(self) -> Self:
-        """Start the thread and handle signals; raise StorageError if the output folder cannot be written."""
+        """Start the watchdog's thread, open its file for stack traces, and take over the handling of signals. Raises
+        StorageError if the output folder cannot be written."""
         self.is_ending = threading.Event()
         self.lost_peer = False
         self.pipe = os.pipe()
@@ -232,8 +233,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the thread, and write a last heartbeat. After a communication error, ranks that do not report are
-        killed."""
+        """End the watchdog's thread, restore the signal handlers and write a last heartbeat. If a communication error
+        has ended the run before the ranks had met, kill the ranks of this machine that write no heartbeats."""
         self.lost_peer = isinstance(error, CommunicationError)
         self.is_ending.set()
         os.write(self.pipe[1], b"\0")
@@ -289,7 +290,7 @@ class Watchdog:
         return self.limit
 
     def watch(self) -> None:
-        """Body of the thread: handle signals, and call `beat` every `BEAT` seconds, until `is_ending` is set."""
+        """Run the watchdog's thread: handle signals, and call `beat` every `BEAT` seconds, until `is_ending` is set."""
         next_beat = 0.0
         while not self.is_ending.is_set():
             if time.monotonic() >= next_beat:
@@ -306,7 +307,8 @@ class Watchdog:
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for a signal or the end of another rank, and handle it."""
+        """Wait up to `seconds` for a signal, whose number comes through `pipe`, or the end of another rank on this
+        machine (`peers`), and handle it."""
         poll = select.poll()
         poll.register(self.pipe[0], select.POLLIN)
         if self.size > 1:
@@ -325,13 +327,14 @@ class Watchdog:
 
     @property
     def leaves_signals(self) -> bool:
-        """Whether the watchdog's thread does nothing at a signal to stop, as `on_signal` gives it its former effect."""
+        """Whether the watchdog's thread ignores a signal to stop, because `on_signal` handles it."""
         return not self.run.ends_process and (bool(self.stop) or not self.is_in_steps)
 
     def on_signal(self, number: int, frame: object) -> None:
-        """Python's handler of a signal, in the main thread. The watchdog's thread handles the signal, which has put a
-        byte into its pipe. Only if the run does not end its process (`ends_process` is False), a signal to stop has
-        the effect that it had before the watchdog was entered: outside of the steps, and at the second one in them."""
+        """Handle a signal in the main thread, where Python calls this. Mostly there is nothing to do: the watchdog's
+        thread gets the signal through its pipe. But if the process belongs to a program that goes on after the training
+        (`ends_process` is False), a signal to stop has the effect that it had before the watchdog was entered. In the
+        training steps this begins with the second such signal."""
         if number == signal.SIGUSR1 or self.run.ends_process:
             return
         if self.is_in_steps and not self.is_asked:  # not `stop`, which the watchdog's thread may have set already
@@ -378,7 +381,8 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Return whether the first SIGINT came more than `SAME_KEY_PRESS` seconds ago; record the time of the first."""
+        """Return whether a SIGINT that has come now is from a second press of Ctrl-C: whether the first one came more
+        than `SAME_KEY_PRESS` seconds ago. Record the time of the first."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
         return first is not None and now - first > SAME_KEY_PRESS
@@ -393,7 +397,7 @@ class Watchdog:
         self.end_after_failure()
 
     def write_beat(self) -> Beat:
-        """Write a heartbeat to this rank's file, and return it."""
+        """Write a heartbeat, which tells what this rank is doing and how far it is, to the rank's file. Return it."""
         self.count += 1
         beat = Beat(
             rank=self.rank,
@@ -425,7 +429,7 @@ class Watchdog:
             self.end_unmet()
         if self.size == 1:
             return
-        if beat.place != self.place:
+        if beat.place != self.place:  # this rank has made progress
             self.place, self.progress_at = beat.place, time.monotonic()
             self.warned_at, self.has_dumped_stacks = 0.0, False
         waiting = time.monotonic() - self.progress_at
@@ -442,8 +446,8 @@ class Watchdog:
             self.give_up(beat, waiting, late)
 
     def end_unmet(self) -> None:
-        """End this process because the ranks have not met in time. Usually the main thread finds this out earlier and
-        names the missing rank; it cannot if it is blocked in a call that does not return."""
+        """End this process because the ranks have not met (formed the process group) in time. Usually the main thread
+        finds this out earlier and names the missing rank; it cannot if it is blocked in a call that does not return."""
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = (
@@ -504,7 +508,8 @@ class Watchdog:
 
     def end_after_failure(self) -> None:
         """End this process because another rank has reported that it failed. Wait `PATIENCE_SECONDS` seconds, so that
-        torchrun notices the end of that rank first."""
+        torchrun notices the end of that rank first. End torchrun, or the agent of `llava-fsdp train`, where it would
+        restart the ranks in vain."""
         time.sleep(PATIENCE_SECONDS)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -517,7 +522,8 @@ class Watchdog:
         self.exit(code)
 
     def end(self, outcome: Outcome) -> None:
-        """Record how the run ended, and end this process, even if the main thread is blocked."""
+        """Record how the run ended, and end this process, even if the main thread is blocked. If another rank has
+        failed first, its report stays, and this process takes its exit code."""
         first = write_ending(self.folder, replace(outcome, step=self.step))
         if first is None:
             (log().info if outcome.ending.name == "stopped" else log().error)(
@@ -527,8 +533,8 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the ranks on this machine without a heartbeat for `FROZEN` seconds: torchrun would wait half a minute
-        for their end."""
+        """Kill the other ranks on this machine that have written no heartbeat for `FROZEN` seconds: torchrun would wait
+        half a minute for their end."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:

@@ -15,9 +15,10 @@ class TextConsole(Console):
     """rich's `Console`, which prints texts literally: no markup, no emoji codes, control characters escaped."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Open the console on standard output or standard error; `options` are rich's."""
+        """Create rich's console with `options` for standard output or standard error; it prints texts literally."""
         stream = sys.stderr if on_stderr else sys.stdout
         stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
+        # `Guarded` would escape the control codes of rich itself; this class escapes those in texts
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 

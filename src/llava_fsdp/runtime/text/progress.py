@@ -31,8 +31,9 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Context manager that shows how many parts (`chunks`, such as files) of a long work are done. Without a terminal,
-    there is no log line in the first `LOG_SECONDS` seconds."""
+    """Context manager that shows how many parts of a long work, such as files, are done: on a terminal by a progress
+    bar, otherwise by a log line at most every `LOG_SECONDS` seconds. `chunks`: number of all parts. It yields a
+    function to be called with the number of parts that were done since its last call."""
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
         return
@@ -51,15 +52,17 @@ def watch(label: str, chunks: int) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
-    """Do nothing where `watch` shows progress."""
+    """Take the place of `watch` where no progress is to be shown: the yielded function does nothing."""
     yield lambda _: None
 
 
 def log_lines(label: str, chunks: int) -> Advance:
-    """Return a function that counts finished chunks, and logs the count at most every LOG_SECONDS."""
+    """Return a function to be called with the number of chunks that were finished since its last call. It logs how many
+    of all `chunks` are done, at most every LOG_SECONDS."""
     done, last = 0, time.monotonic()
 
     def advance(count: int) -> None:
+        """Count `count` more finished chunks; log how many are done if the last log line was long ago."""
         nonlocal done, last
         done += count
         if time.monotonic() - last >= LOG_SECONDS:
@@ -75,7 +78,7 @@ class StageLine:
     whose end the line disappears."""
 
     def __init__(self, work: str):
-        """Prepare the line. `work`: name of the whole work, shown before that of the stage."""
+        """Prepare to show which stage of a long work runs. `work`: name of the whole work, shown before the stage's."""
         self.work = work
         self.logged_stages: set[str] = set()
         """The stages that have a log line."""
@@ -85,7 +88,7 @@ class StageLine:
         """Log handlers, with the streams that they wrote to before the line was shown."""
 
     def __enter__(self) -> Self:
-        """Show the line, if there is a terminal, and let log messages appear above it."""
+        """Show the line of progress, if there is a terminal, and let log messages appear above it."""
         if sys.stderr.isatty():
             self.progress = Progress(
                 TextColumn("{task.description}"),
@@ -105,7 +108,7 @@ class StageLine:
         self.close()
 
     def close(self) -> None:
-        """Remove the line from the terminal, so that something else can be printed."""
+        """Remove the line of progress from the terminal, and let log messages go to their former streams again."""
         if self.progress is not None:
             for handler, stream in self.streams:
                 handler.setStream(stream)
@@ -113,7 +116,7 @@ class StageLine:
             self.progress = None
 
     def stage(self, label: str) -> None:
-        """Show that the stage `label` runs now."""
+        """Show that the stage `label` runs now: in the line on the terminal, or else by one log line for each stage."""
         if self.progress is not None:
             self.progress.update(self.task, description=f"{self.work}: {label}", count="")
         elif label not in self.logged_stages:
@@ -128,6 +131,7 @@ class StageLine:
         done = 0
 
         def advance(count: int) -> None:
+            """Count `count` more finished parts of the stage, and show on the terminal how many are done."""
             nonlocal done
             done += count
             if self.progress is not None:

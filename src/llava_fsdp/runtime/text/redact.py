@@ -65,6 +65,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
+        """Return a value, or a list of values, with secrets replaced: each text as a whole if `is_secret`."""
         if isinstance(value, str):
             return HIDDEN if is_secret and value else redact(value, known)
         if isinstance(value, list | tuple):
@@ -75,7 +76,8 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Replacement function of `re.sub` for a match of `name=value`."""
+    """Return the text that `re.sub` puts in place of a match of `name=value` or `--name value`: the value becomes `***`
+    if the name is that of a secret."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

@@ -57,6 +57,8 @@ class Guarded:
         return getattr(self.unguarded, name)
 
     def write(self, text: str) -> int:
+        """Write a text with its control characters escaped, except those with which tqdm moves the cursor before it
+        writes a line. Return the length of the text."""
         move = MOVES.match(text)
         begin = move.end() if move else 0
         self.unguarded.write(text[:begin] + shown_text(text[begin:]))
