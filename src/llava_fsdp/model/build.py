@@ -32,8 +32,9 @@ def build_architecture(
     whole model of transformers, else a `Llava`.
 
     `kernel` is the attention of packed rows; None: rows are padded. Without `loss`, the loss is computed from the
-    logits of all labels at once. `own` has the parts that a program gives. Raises ConfigError and ModelError if the
-    model cannot be built, or lacks what the configuration asks for.
+    logits of all labels at once. `own` has the loss function and the projector that a Python program gives in place of
+    the configured ones, if it does. Raises ConfigError and ModelError if the model cannot be built, or lacks what the
+    configuration asks for.
     """
     if parts.class_config is None:
         return build_llava(parts, cfg, compute_dtype, kernel, loss, own)

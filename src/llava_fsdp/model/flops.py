@@ -133,12 +133,13 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     # the patch embedding trains only with the whole tower, neither with some blocks nor with adapters
     whole = model.cfg.trained[Part.vision] is None and Part.vision not in model.cfg.adapted
     own = 2 * tokens * trained_weights(*stack) + 2 * patches * others * whole
+    # forward, gradients of inputs (of attention twice as many as forward) and weights, blocks again, patch embedding
     return forward + (through + len(passed) * attention) + own + again + 2 * patches * others
 
 
 def first_passed(model: Architecture, part: Part) -> int:
-    """Return the number of the first block of a part through which the gradient passes; blocks before it only run
-    forward. 0 if something before all blocks trains."""
+    """Return the index of the first block of a part through which the gradient passes; blocks before it only run
+    forward. It is 0 if the whole part trains, or something before its blocks."""
     trained = model.cfg.trained
     before = trained.keys() & ({Part.projector, Part.vision} if part is Part.language else set())
     if before or trained.get(part) is None:
@@ -162,7 +163,7 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 def matrix_weights(*modules: nn.Module, active: int | None = None) -> int:
     """Return the number of weights used in matrix products: all except norms, biases and embeddings. `active` is the
-    argument of `matrices`."""
+    number of experts that a token is sent to; None: all experts are counted."""
     return sum(sum(s for _, s in matrices(module, active)) - rows_looked_up(module) for module in modules)
 
 
@@ -184,7 +185,8 @@ def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Para
 
 
 def trained_weights(*modules: nn.Module, active: int | None = None) -> int:
-    """Return the number of trained weights in the matrices of modules. `active` is the argument of `matrices`."""
+    """Return the number of trained weights in the matrices of modules. `active` is the number of experts that a token
+    is sent to; None: all experts are counted."""
     return sum(size for module in modules for p, size in matrices(module, active) if p.requires_grad)
 
 

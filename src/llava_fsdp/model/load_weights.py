@@ -447,8 +447,8 @@ def frozen_digests(
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     trained: bool = False,
 ) -> dict[str, str]:
-    """Compute the digests of all frozen parameters of a model, by name. Each of `size` ranks computes some of them.
-    With `trained`, those of the parameters that train, as they begin.
+    """Compute the digests of all frozen parameters of a model, by name; with `trained`, those of the parameters that
+    train, before training. Each of `size` ranks computes some of them.
 
     Args:
         sources: where the parameters' values are read from.

@@ -116,8 +116,8 @@ def logit_change(language: PretrainedConfig) -> LogitChange:
 
 
 def values_of(language: PretrainedConfig) -> list[tuple[LogitKey, LogitOperation, float]]:
-    """Return the rows of the table whose keys a configuration has, what they mean for it, and their values. Raises
-    ModelError if a value is not a number, or is 0 or infinite."""
+    """Return, for each key of a configuration that changes logits, its row in `TABLE`, what it means for this type of
+    model, and its value. Raises ModelError if a value is not a number, or is 0 or infinite."""
     rows = []
     for row in TABLE:
         value, meaning = getattr(language, row.key, None), row.meaning_in(language.model_type)

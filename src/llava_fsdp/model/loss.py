@@ -263,7 +263,9 @@ class ChunkedLoss(torch.autograd.Function):
         settings: LogitSettings,
         collector: LossCollector | None,
     ):
-        """Sum the losses, and compute the gradients at once, which `backward` only scales: logits are never kept."""
+        """Return the sum of the labels' cross entropies, float32 scalar, from the logits of some labels (a chunk) at a
+        time. The gradients for an upstream gradient of 1 are computed at once, so that no logits are kept; `backward`
+        scales them."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         chunk_tokens, part = settings.chunk_tokens, settings.part
         count = len(labels.ids)
@@ -328,9 +330,9 @@ def loss_and_gradient(
     differentiate: bool,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
-    [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its
-    gradient with respect to the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None.
-    With `part`, `weight` has this rank's rows of the vocabulary."""
+    [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its gradient with respect to
+    the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None. With `settings.part`,
+    `weight` has this rank's rows of the vocabulary."""
     output = functional.linear(hidden, weight)
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
@@ -374,7 +376,7 @@ def loss_and_gradient_of_part(
     """
     logits -= part.largest(logits.amax(1))[:, None]
     place = labels.ids - part.first
-    here = (place >= 0) & (place < logits.shape[1])
+    here = (place >= 0) & (place < logits.shape[1])  # whether this rank has the label's logit
     place = place.clamp(0, logits.shape[1] - 1)[:, None]
     picked = logits.gather(1, place)[:, 0].masked_fill(~here, 0)
     exponentials = logits.exp_()
@@ -410,7 +412,7 @@ def label_losses(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, where their sum is not the loss:
+    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, for a loss that is not their sum:
     `hidden` is [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again, because the
     factor of each label's gradient is known only then. `collector` gets nothing."""
     assert labels.weights is None, "a pair whose labels have weights is refused"

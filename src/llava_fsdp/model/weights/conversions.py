@@ -207,7 +207,7 @@ def is_tied(
     names = tied_weights(build(config))
     if names is None:
         return False
-    if not any(name.endswith(last_parts(names[0])) for name in tensors):
+    if not any(name.endswith(last_parts(names[0])) for name in tensors):  # no file has an output layer
         return True
     sources = plan_with_all_rows(build, config, tensors, folder).sources
     head, embeddings = (sources.get(name) for name in names)

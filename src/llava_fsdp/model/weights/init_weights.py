@@ -153,8 +153,8 @@ def recompute_buffers(part: PreTrainedModel, module: nn.Module, names: list[str]
 
 
 def copy_alone(module: nn.Module) -> Any:
-    """Copy a module with those of its submodules that have none themselves: `_init_weights` may look at them, and the
-    others may be large."""
+    """Copy a module with those of its submodules that have no submodules themselves: `_init_weights` may look at them,
+    and the others may be large. In the copy the others are None."""
     children = dict(module._modules)
     for name, child in children.items():
         if child is not None and any(True for _ in child.children()):

@@ -114,11 +114,13 @@ class Named(nn.Module):
 
 
 def name_modules(whole: nn.Module, output: str, layer: nn.Module, into: nn.Module) -> None:
-    """Give the modules of a class, and another output layer, to the module `into` under the names of the class.
+    """Put the modules of a model of transformers into the module `into`, under their names in the model's class, with
+    `layer` in place of its output layer.
 
     Args:
-        output: name of the output layer in the class.
-        layer: takes its place.
+        whole: the model.
+        output: name of its output layer, such as `lm_head` or `language_model.lm_head`.
+        layer: another output layer.
     """
     first, _, rest = output.partition(".")
     for name, child in whole.named_children():

@@ -286,7 +286,8 @@ class Whole(Architecture):
 
     @property
     def needs_blank(self) -> bool:
-        """Whether a micro-batch without images needs a blank one: what makes the embeddings of images trains."""
+        """Whether a micro-batch without images needs a blank one: it does if a parameter trains that makes the
+        embeddings of images, which then has to run on every rank."""
         return any(
             p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
         )
@@ -345,8 +346,9 @@ class Whole(Architecture):
 
 @contextmanager
 def explained_dtypes(kind: str) -> Iterator[None]:
-    """Raise ConfigError with a cure if a model multiplies tensors of two dtypes. Some classes convert values to the
-    dtype of a norm's weight, which may be kept in fp32."""
+    """Context manager in which a model runs: replace torch's error about a product of tensors of two dtypes by a
+    ConfigError that says what to set. Some classes convert values to the dtype of a norm's weight, which may be kept in
+    fp32."""
     try:
         yield
     except RuntimeError as error:
