@@ -76,7 +76,8 @@ def share_experts(
 
 
 def share_experts_of(model: Architecture, parallelism: Parallelism) -> SharedExperts | None:
-    """Divide the experts of a meta-device model among ranks, in place; None: each rank has all experts."""
+    """Divide the experts of a meta-device model among ranks, in place, and return what `fully_shard` has to know of
+    them. Return None if each rank has all experts."""
     mesh, language = parallelism.meshes.experts, model.language
     if mesh is None:
         return None
@@ -103,8 +104,9 @@ class Exchange:
         self.group = group.group_name
 
     def route(self, sent: torch.Tensor, total: int) -> Route:
-        """Tell the other ranks how many rows they will get. The host waits for the device here, once in each layer,
-        because it must know how much memory the rows take.
+        """Tell the other ranks how many rows they will get, and return how many this rank sends and gets, with the
+        experts of those that it gets. The host waits for the device here, once in each layer, because it must know how
+        much memory the rows take.
 
         Args:
             sent: number of this rank's rows for each expert, int64 [ranks, experts of a rank].
@@ -116,7 +118,8 @@ class Exchange:
         return Route(send, receive, numbers.repeat_interleave(got.flatten(), output_size=sum(receive)))
 
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """Exchange numbers of rows: int64 [ranks, experts of a rank], for each rank -> the same, from each rank."""
+        """Exchange numbers of rows, int64 [ranks, experts of a rank]: given those that this rank sends to each expert
+        of each rank, return those that each of its own experts gets from each rank."""
         got = _functional_collectives.all_to_all_single(sent, None, None, self.group)
         return _functional_collectives.wait_tensor(got)
 
@@ -173,7 +176,7 @@ def run_shared(
     route = exchange.route(sent, len(experts))
     rows = exchange.rows(hidden[order // choices], route.send, route.receive)
     found = exchange.rows(run_own(OwnExperts(module, own), rows, route.numbers), route.receive, route.send)
-    place = torch.empty_like(order)
+    place = torch.empty_like(order)  # where each pair is in `order`
     place[order] = torch.arange(len(order), device=order.device)
     return (found[place].view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
 

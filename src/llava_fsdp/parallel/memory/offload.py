@@ -162,6 +162,7 @@ class GradientIntoFile:
         self.place = place
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Move the gradient of a parameter into the file, unless it is there already."""
         gradient = parameter.grad
         assert gradient is not None
         if local(gradient).data_ptr() != self.place.data_ptr():

@@ -89,7 +89,8 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """Convert an error to its class and message, which can be sent to the other ranks."""
+    """Return the class and message of an error, which can be sent to the other ranks. An error that is not one of this
+    package becomes a CheckpointError, whose message begins with `failing`."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):

@@ -155,8 +155,8 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
 
 
 def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
-    """Raise ConfigError if a module is not of a kind that its style divides, or has a size that cannot be divided
-    evenly although what it computes stays divided."""
+    """Raise ConfigError if a module is not of a kind that its style divides, or if the outputs (COLWISE) or inputs
+    (ROWWISE) of a linear layer, which stay divided between layers, cannot be divided evenly."""
     if style is Cut.SUMMED:
         return
     linear = getattr(module, "base_layer", module)
@@ -227,8 +227,8 @@ def between_layers(
 
 
 def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int) -> None:
-    """Raise ConfigError for a weight that the plan does not mention beside layers that divide data: each rank would
-    compute only a part of its gradient. `prefix` is that of the language model's names in the plan."""
+    """Raise ConfigError if the plan does not mention a weight of a module some of whose layers it divides: each rank
+    would compute only a part of its gradient. `prefix` is that of the language model's names in the plan."""
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }
