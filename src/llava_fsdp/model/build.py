@@ -52,8 +52,8 @@ def why_not_packed(parts: Parts) -> str | None:
 
 
 def meta_language(parts: Parts) -> PreTrainedModel:
-    """Build the language model of a model, without output layer, on the meta device, as its class in transformers has
-    it. Raises ModelError if transformers cannot build it."""
+    """Build the language model alone, without output layer, on the meta device; that of a whole model of transformers
+    is a part of the whole model's class. Raises ModelError if transformers cannot build it."""
     if parts.class_config is None:
         return on_meta(AutoModel, parts.language)
     return language_of(base_of(whole_model_of(parts.class_config)).module)

@@ -109,8 +109,8 @@ def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> flo
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per tile of the vision tower's layers that run; only of their forward pass if neither the tower
-    nor its LoRA adapters train.
+    """Count the FLOPs per tile of the vision tower's layers that run; without `trains`, where neither the tower nor its
+    LoRA adapters train, only those of the forward pass.
 
     Every token attends to all tokens. No gradient of the pixels is computed. The patch embedding, a convolution, runs
     once per patch.
@@ -149,8 +149,8 @@ def first_passed(model: Architecture, part: Part) -> int:
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
-    """Count the projector's FLOPs per tile. The gradient of a layer's input is computed if anything before the layer
-    trains."""
+    """Count the projector's FLOPs per tile. `trains`: for each part of the model whether it trains. The gradient of a
+    layer's input is computed if anything before the layer trains."""
     trains_projector, trains_tower = trains[Part.projector], trains[Part.vision]
     layers = [2 * p.numel() for p in model.multi_modal_projector.parameters() if p.ndim > 1]
     has_norm = model.cfg.shuffle_factor > 1  # before the first layer

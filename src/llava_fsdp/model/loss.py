@@ -294,7 +294,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        """Scale the gradients that `forward` has computed by the upstream gradient, in place."""
+        """Return the gradients of `hidden` and `weight` that `forward` has computed, scaled in place by the upstream
+        gradient."""
         (scale,) = grad_outputs
         assert ctx.gradients is not None, "a chunked loss has one backward pass: its gradients are scaled in place"
         of_hidden, of_weight = ctx.gradients
@@ -433,7 +434,8 @@ class LabelLosses(torch.autograd.Function):
         chunk_tokens: int,
         change: LogitChange,
     ) -> torch.Tensor:
-        """Return the losses, float32 [labels]; no logits are kept."""
+        """Return the cross entropy of each label, float32 [labels], from the logits of a chunk at a time; no logits are
+        kept."""
         ctx.save_for_backward(hidden, weight, label_ids)
         ctx.chunk_tokens, ctx.change = chunk_tokens, change
         collector = LossCollector()
@@ -444,7 +446,8 @@ class LabelLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        """Compute the logits of each chunk again, and multiply the gradient of each label by its upstream gradient."""
+        """Return the gradients of `hidden` and `weight`: the logits of each chunk are computed again, and the gradient
+        of each label is multiplied by its upstream gradient."""
         (upstream,), (hidden, weight, label_ids) = grad_outputs, ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         of_hidden = torch.empty_like(hidden) if needs_hidden else None

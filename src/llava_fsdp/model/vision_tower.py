@@ -138,7 +138,8 @@ def first_of(output: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def probe_vision_config(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
-    """Build a vision tower on the meta device and probe it. The answers for the last 64 configurations are cached."""
+    """Build a vision tower on the meta device, and find which of its layers, tokens and parameters are used with these
+    settings. The answers for the last 64 configurations are cached."""
     with torch.device("meta"):
         vision_tower = build_vision_tower(vision.config)
     return probe_vision_tower(vision_tower, vision.config, select_layer, feature)

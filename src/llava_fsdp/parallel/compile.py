@@ -177,7 +177,8 @@ class Compilations:
     """
 
     def __init__(self, compiler: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Any] | None = None) -> None:
-        """`compiler` makes a function of a graph and examples of its inputs; None: Inductor."""
+        """Begin to count compiled graphs. `compiler` makes a function of a graph and examples of its inputs; None:
+        Inductor."""
         self.compiler = compiler
         self.total = 0
         self._steps = 0
@@ -280,7 +281,8 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """Return Inductor as a torch.compile backend that counts graphs, with a `budget` as for `compile_blocks`."""
+    """Return a torch.compile backend that counts the graphs, and compiles them with Inductor. `budget`: share of a
+    block's activations that is kept; None keeps torch's default."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

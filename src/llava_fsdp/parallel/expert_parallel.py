@@ -48,7 +48,8 @@ class SharedExperts:
 def share_experts(
     language_model: Any, modules: Sequence[nn.Module], mesh: DeviceMesh, shards_frozen: bool
 ) -> SharedExperts:
-    """Divide the experts of a meta-device language model evenly among ranks, in place.
+    """Divide the experts of a meta-device language model evenly among ranks, in place, and let it run them by sending
+    tokens to the ranks of their experts. Return what `fully_shard` has to know of them.
 
     Args:
         modules: the modules that hold the experts of a layer.
@@ -200,7 +201,7 @@ def run_with(language_model: Any, exchange: Exchange, name: str) -> None:
 
 def share_experts_on_meta(language_model: Any, modules: Sequence[nn.Module], size: int) -> None:
     """Give a language model on the meta device the part of the experts that one of `size` ranks has, in place, and make
-    it run them as on this rank. Nothing is sent; what would be received is allocated."""
+    it run them as that rank does. Nothing is sent; what would be received is allocated."""
     run_with(language_model, MetaExchange(size), f"{NAME}_meta_{size}")
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):

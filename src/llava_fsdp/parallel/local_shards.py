@@ -78,7 +78,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's shard, for operations in place. It costs the host a tenth of the time of
-    `local`, which detaches, and makes no new view of a parameter, as `DTensor.to_local` does."""
+    `local`, which detaches. Unlike `DTensor.to_local`, it makes no new view of a parameter."""
     shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return shard if type(shard) in (torch.Tensor, nn.Parameter) else unwrapped(shard)
 

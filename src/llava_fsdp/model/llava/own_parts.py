@@ -71,9 +71,10 @@ NONE = OwnParts()
 
 
 def make_projector(make: ProjectorFactory, features: int, hidden: int, factor: int) -> nn.Module:
-    """Make a program's projector on the meta device, and check what it maps to what.
+    """Make a program's projector on the meta device, and check the shape of its output.
 
     Args:
+        make: the program's function of both widths, which returns the projector.
         features, hidden: widths of the vision tower and the language model.
         factor: factor of the pixel shuffle.
 

@@ -52,7 +52,7 @@ class Drawn:
         return torch.float32
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Generate the whole parameter, and return rows [begin, end) of dimension 0, float32."""
+        """Generate the initial values of the whole parameter, and return rows [begin, end) of dimension 0, float32."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
         match self.rule.kind:

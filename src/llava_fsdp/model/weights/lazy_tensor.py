@@ -115,7 +115,8 @@ def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTenso
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
-    """`torch.cat` of lazy tensors. Only the parts in the `box` to read (a range of each dimension) are read."""
+    """`torch.cat` of lazy tensors. When a part of the result is read (`box`, a range of each dimension), only the parts
+    of the tensors that are in it are read."""
     if not all(isinstance(x, LazyTensor) for x in tensors):
         return NotImplemented
     dim %= tensors[0].ndim
@@ -243,6 +244,8 @@ def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
     sources = [name for x in tree_leaves(inputs) if isinstance(x, LazyTensor) for name in x.sources]
 
     def reader(number: int | None) -> Read:
+        """Return the function that reads parts of result `number`; None: the operation has a single result."""
+
         def read(box: Box) -> torch.Tensor:
             read_args, read_kwargs = tree_map(in_memory, inputs)
             result = func(*read_args, **read_kwargs)

@@ -201,6 +201,8 @@ class GatheredKeys:
     of all positions of the row."""
 
     def __init__(self, attend: Attend, gather: Collective, size: int, row_chunks: RowChunks):
+        """`attend` is the kernel, `gather` an all-gather of the `size` ranks; `row_chunks` are this rank's chunks of
+        the row."""
         self.attend = attend
         self.gather = gather
         self.size = size

@@ -74,6 +74,7 @@ def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any
     shown = masks[0].reshape(1, tokens, -1)[0, :, 0] if masks else None  # bool [tokens]
 
     def part(value: Any, name: str) -> Any:
+        """Return an input, or each one in a list or dict, at the positions of `own`. `name` is for the error."""
         if isinstance(value, dict):
             return {key: part(each, name) for key, each in value.items()}
         if isinstance(value, list | tuple):

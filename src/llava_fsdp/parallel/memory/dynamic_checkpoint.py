@@ -210,8 +210,8 @@ class DynamicCheckpointing:
         return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the blocks keep their activations that a checkpoint names, if they were chosen on devices like those of
-        all ranks; log it. Collective."""
+        """Make the blocks that a checkpoint names keep their activations, if they were chosen on devices like those of
+        all ranks, and log it. Collective."""
         if set(gathered(device_of(self.world))) != {state["device"]}:
             return
         self.keep(

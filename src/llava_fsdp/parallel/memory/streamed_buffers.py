@@ -20,7 +20,8 @@ class DeviceStaging:
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
-        """`optimizer` has the moments, in host memory; `device` is that of its parameters."""
+        """Prepare to copy the moments of `optimizer`, which are in host memory, to `device`, that of its parameters,
+        and back."""
         self.optimizer = optimizer
         self.device = device
         self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)

@@ -101,8 +101,7 @@ class Int8Linear(nn.Linear):
     """The input is padded with zeros to a multiple of this many tokens."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the layer in int8, [..., in] -> [..., out]; to a single token in the weight's dtype, which is
-        cheaper."""
+        """Apply the layer in int8, [..., in] -> [..., out]. A single token is multiplied in the weight's dtype."""
         tokens = input.numel() // self.in_features
         if tokens == 1:
             return super().forward(input)

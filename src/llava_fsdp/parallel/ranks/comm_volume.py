@@ -38,8 +38,8 @@ class Traffic:
 
     def add(self, kind: str, payload: int, ranks: int) -> None:
         """Count one collective of a kind, such as `all_gather`, between so many ranks. `payload` is the bytes of the
-        whole tensor, of which a rank sends (ranks - 1) / ranks in a ring algorithm, and twice that for an
-        all-reduce."""
+        whole tensor. A rank sends (ranks - 1) / ranks of them in a ring algorithm, and twice that for an all-reduce;
+        `send` sends all of them, `receive` none."""
         if ranks < 2:
             return
         passes = {"all_reduce": 2, "receive": 0}.get(kind, 1)

@@ -185,7 +185,8 @@ def await_readers(store: dist.Store) -> None:
 
 
 def ended_ranks(store: dist.Store, size: int) -> list[tuple[int, str]]:
-    """Return the numbers and names of ranks on this machine whose processes have ended after they came to the store."""
+    """Return the numbers and names, such as `rank 3 (process 17 on HOST)`, of ranks on this machine whose processes
+    have ended after they came to the store."""
     ended = []
     for rank in range(size):
         name = store.get(key_of(rank)).decode()

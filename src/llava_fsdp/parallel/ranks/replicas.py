@@ -149,7 +149,7 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
     equal differ, each rank sends the checksum of every tensor. `gather`: takes this rank's list, and returns the lists
     of all ranks, concatenated in rank order."""
     totals = gather([own.totals])
-    # ranks with the same shard number have the same total; and all ranks have the same total of what is everywhere
+    # nothing differs if all ranks of a shard number have the same first total, and all ranks the same second one
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
         if len({total for *_, total in totals}) == 1:
             return []

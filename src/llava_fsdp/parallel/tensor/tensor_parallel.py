@@ -190,7 +190,8 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
 
 
 def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace some parameters by DTensors with the given placements, by name."""
+    """Replace parameters of a module by DTensors. `placements`: name of the parameter -> how it is placed on the
+    mesh."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -198,8 +199,9 @@ def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMe
 
 
 def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace parameters by DTensors with the given placements, by name, and let the module's forward pass see this
-    rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed over them."""
+    """Replace parameters of a module by DTensors with the given placements, by name, and let its forward pass see this
+    rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed over the
+    ranks."""
     place(module, placements, mesh)
 
     def before(module: nn.Module, args: object) -> None:
@@ -222,7 +224,7 @@ def with_summed_gradient(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_gradient: bool) -> None:
-    """Divide the outputs of a linear layer, whose input is the same on all ranks, and gather them if `is_gathered`.
+    """Divide the outputs of a linear layer among ranks, which have the same input, and gather them if `is_gathered`.
     `sums_gradient`: whether to sum the gradient of the input, of which each rank computes a part. Adapters need this;
     for other layers, `GatheredInput` sums it once for all layers of a module."""
     assert isinstance(module, nn.Linear)
@@ -239,6 +241,7 @@ def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
     outputs = module.out_features
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        """Gather the outputs of all ranks, unless the output is a scalar."""
         if not output.ndim:
             return output
         shape = torch.Size((*output.shape[:-1], outputs))

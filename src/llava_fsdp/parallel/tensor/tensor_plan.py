@@ -180,7 +180,8 @@ def check_vocabulary(vocabulary: int, size: int) -> None:
 
 def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     """Return how a module and its LoRA adapter are divided. The adapter's matrix on the divided side of the layer is
-    divided like it. The other is whole on every rank; behind a sum, it gets the rank's own positions."""
+    divided like it. The other is whole on every rank; behind a sum (ROWWISE) it gets the rank's own positions alone, so
+    that its gradient is summed."""
     if not hasattr(module, "base_layer"):
         return {name: style}
     found = {f"{name}.base_layer": style}
@@ -247,7 +248,8 @@ def owner(name: str) -> str:
 
 
 def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
-    """Tell the dropout of divided adapters which channels rank `index` has, so that it draws a single rank's masks."""
+    """Tell the dropout of divided adapters which channels rank `index` has, so that its masks are those of a single
+    rank."""
     for name, cut in plan.items():
         if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
             layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))
