@@ -119,7 +119,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     stack = list(find_blocks(model.vision_tower))
     in_blocks, leftovers = {p for block in stack for p in block.parameters()}, set(model.probe.leftovers)
     needed = [p for n, p in model.vision_tower.named_parameters() if p not in in_blocks and n not in leftovers]
-    others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)
+    others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)  # patch embedding
     stack = stack[: model.probe.layers]
     blocks = matrix_weights(*stack)
     patches = (image_size(vision) // patch_size(vision)) ** 2

@@ -204,6 +204,6 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         tokens=tokens,
         drops_cls=drops_cls,
         leftovers=tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is None),
-        layers=select_layer % (depth + 1),
+        layers=select_layer % (depth + 1),  # hidden state 0 is the input of the first layer
         last_layer=next((name for name, output in outputs.items() if output is features), None),
     )

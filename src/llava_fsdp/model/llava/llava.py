@@ -180,7 +180,8 @@ class Llava(Architecture):
         return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features of tiles, [tiles, features, vision width].
+        """Compute the vision tower's features, [tiles, features, vision width], of tiles (`images`), [tiles, 3, size,
+        size].
 
         If the micro-batch has no tile, a frozen vision tower does not run, and a trainable one runs on a blank tile
         whose features are discarded, so that its blocks run on every rank.

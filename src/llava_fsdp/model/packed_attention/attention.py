@@ -339,7 +339,7 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], is_causal:
 def with_copies(values: torch.Tensor, row: Boundaries, shared: SharedTokens) -> torch.Tensor:
     """Return the keys or values of a packed row, [1, heads, tokens, size], in which each sample has all of its tokens:
     if it shares first tokens with the sample before it (`shared.counts`), they are copied to its beginning. An index
-    would be shorter, but on CUDA its backward pass adds in any order."""
+    would be shorter, but on CUDA the order in which its backward pass adds is not fixed."""
     samples = values.split(row.lengths.each, 2)
     pieces: list[torch.Tensor] = []
     for number, (own, count) in enumerate(zip(samples, shared.counts, strict=True)):
@@ -374,7 +374,8 @@ def make_varlen() -> Attend:
     def varlen(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Attention of a packed row by torch's `varlen_attn`, as far as this torch supports it."""
+        """Compute attention of a packed row by torch's `varlen_attn`: query, key, value [1, heads, tokens, size] -> [1,
+        tokens, heads, size]. What the installed torch has no argument for is computed here, or by `each_alone`."""
         form = row.form
         assert not form.dropout, "choose_kernel refuses dropout"
         if form.window is not None and not has_window:

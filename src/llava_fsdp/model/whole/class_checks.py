@@ -46,8 +46,8 @@ class StandIn(nn.Module):
     def forward(
         self, *_: Any, inputs_embeds: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, **__: Any
     ) -> Outputs:
-        """Return the hidden states of a language model that is not run, and keep the positions that it is called
-        with."""
+        """Return the given hidden states, or else the embeddings, in place of a language model. Keep the positions that
+        it gets."""
         self.seen = position_ids
         return Outputs((inputs_embeds if self.states is None else self.states,))
 

@@ -134,7 +134,7 @@ class Whole(Architecture):
         label_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
-        labels, float32 [labels, vocabulary]; or, with `generation`, nothing (no elements).
+        labels, float32 [labels, vocabulary]; or, with `generation`, an empty tensor.
 
         Args:
             input_ids: the processor's token ids, int64 [rows, length], padded on the right. A packed row (several
@@ -158,6 +158,7 @@ class Whole(Architecture):
         assert hidden is None and not isinstance(segments, CachedRows), "transformers generates answers"
         assert segments is None or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
+            # no seeds of tiles: adapters in the vision part have no dropout
             self.token_keys.set(seeds, seeds.new_zeros(0), input_ids.shape, segments, 1)
         taken = {name: value for name, value in images.items() if not name.endswith(TYPES) or name in self.types}
         given = {name: self.cast(value) for name, value in taken.items()}

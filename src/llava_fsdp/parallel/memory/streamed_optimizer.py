@@ -37,7 +37,8 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece of a gradient or moment that is sharded like the parameter."""
+        """Return a view of this piece, elements [begin, end), of this rank's flattened shard of a gradient or moment,
+        which is sharded like the parameter."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]

@@ -226,7 +226,7 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def requantise(value: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> None:
-    """Overwrite codes and scales with those that `quantise` returns."""
+    """Quantise fp32 values as `quantise` does, and overwrite `codes` and `scales` with the result."""
     new_codes, new_scales = quantise(value, map_)
     codes.copy_(new_codes)
     scales.copy_(new_scales)

@@ -80,7 +80,8 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return `gathered` on rank 0, and an empty list on the other ranks. Collective."""
+    """Return the values of all ranks, which can be pickled, in rank order on rank 0; an empty list on the other ranks.
+    Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -133,6 +133,7 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
     """
     own = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
     try:
+        # each returns what is stored then: the text of the process that was first
         first = store.compare_set("size", "", f"{size} ranks says {own}").decode()
         holder = store.compare_set(key_of(rank), "", own).decode()
         if first.partition(" ")[0] != str(size):

@@ -82,8 +82,9 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
-    """Return the style of the weights of the module `name`, which holds the router and the experts of a layer: SUMMED
-    for all but the experts, which are left out, as they are divided by `parallel.expert` instead.
+    """Return how the weights of the module `name`, which holds the router and the experts of a layer, are divided:
+    SUMMED (whole on every rank, which computes a part of the gradient) for all but the experts. These are left out, as
+    they are divided by `parallel.expert` instead.
 
     Raises:
         ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
