@@ -150,15 +150,15 @@ class Architecture(nn.Module, ABC):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the weight of the output layer is that of the embeddings now. A model that is built as tied stays so
-        only if both are replaced together."""
+        """Whether the output layer and the input embeddings share one weight at present. A model that was built with a
+        shared weight keeps it only if the weights of both layers are replaced together."""
         return self.output_weight is self.language.get_input_embeddings().weight
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take what `Llava.forward` takes, with image inputs of this kind of model. Return the sum of the losses of all
-        labels, float32 scalar; or, with `return_logits`, the logits at the labels, float32 [labels, vocabulary]; or, in
-        a stage that is not the last one, the hidden states."""
+        """Run the model on a micro-batch. The arguments are those of `Llava.forward`, with image inputs of this kind of
+        model. Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
+        labels, float32 [labels, vocabulary]; or, in a stage that is not the last one, the hidden states."""
 
     @abstractmethod
     def blocks(self) -> list[nn.ModuleList]:
@@ -190,14 +190,16 @@ class Architecture(nn.Module, ABC):
 
     @abstractmethod
     def whole_while_frozen(self) -> list[nn.Module]:
-        """Return the modules that must not need collectives while they are frozen, because they then do not run on
-        ranks without images."""
+        """Return the modules that FSDP does not shard while they are frozen: they then do not run on ranks without
+        images, so their forward pass must not need collectives."""
 
     @abstractmethod
     def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
-        """Return zeros as image inputs, on the current default device: for counting memory on the meta device.
+        """Return image inputs that are all zeros, on the current default device: for counting memory on the meta
+        device.
 
         Args:
+            tiles, image_tokens: how many tiles (input images) and image tokens there are.
             blends: whether image tokens are weighted sums of four features.
         """
 
@@ -241,8 +243,8 @@ class Architecture(nn.Module, ABC):
 
 
 def part_name(name: str, parts: Iterable[str]) -> str | None:
-    """Return which of a model's parts (`Architecture.named_parts`) a parameter belongs to, by its name; None: to none
-    of them."""
+    """Return the part that the parameter `name` belongs to: the first of `parts` that its name begins with; None if it
+    belongs to no part. `parts` are the keys of `Architecture.named_parts`."""
     return next((part for part in parts if name == part or name.startswith(f"{part}.")), None)
 
 

@@ -32,8 +32,9 @@ def build_architecture(
     whole model of transformers, else a `Llava`.
 
     `kernel` is the attention of packed rows; None: rows are padded. Without `loss`, the loss is computed from the
-    logits of all labels at once. `own` has the parts that a program gives. Raises ConfigError and ModelError if the
-    model cannot be built, or lacks what the configuration asks for.
+    logits of all labels at once. `own` has the loss function and the projector that a Python program gives in place of
+    the configured ones, if it does. Raises ConfigError and ModelError if the model cannot be built, or lacks what the
+    configuration asks for.
     """
     if parts.class_config is None:
         return build_llava(parts, cfg, compute_dtype, kernel, loss, own)
@@ -51,8 +52,8 @@ def why_not_packed(parts: Parts) -> str | None:
 
 
 def meta_language(parts: Parts) -> PreTrainedModel:
-    """Build the language model of a model, without output layer, on the meta device, as its class in transformers has
-    it. Raises ModelError if transformers cannot build it."""
+    """Build the language model alone, without output layer, on the meta device; that of a whole model of transformers
+    is a part of the whole model's class. Raises ModelError if transformers cannot build it."""
     if parts.class_config is None:
         return on_meta(AutoModel, parts.language)
     return language_of(base_of(whole_model_of(parts.class_config)).module)

@@ -41,7 +41,8 @@ class RouterOutput:
 
     @property
     def chosen(self) -> torch.Tensor:
-        """Numbers of the experts that each token is sent to, int64 [tokens, choices]."""
+        """Numbers of the experts that each token is sent to, int64 [tokens, choices]: the router's last output or, if
+        that is something else, the experts with the largest logits."""
         return self.last if self.router.returns_choices else self.logits.topk(self.router.choices, dim=-1).indices
 
 
@@ -57,8 +58,9 @@ class RankPositions:
     """Sums a tensor over these ranks; a collective."""
 
     def of(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Select this rank's positions of a value for each token, [rows * length] -> [rows * own positions]. `shape`
-        is [rows, length]."""
+        """Select, from a tensor with one value for each token, the values at the positions that this rank computes:
+        [rows * length] -> [rows * this rank's positions]. `shape` is [rows, length]. Each row is divided evenly among
+        the ranks, in order."""
         each = math.ceil(shape[1] / self.ranks)
         return whole.view(shape)[:, each * self.index : each * (self.index + 1)].flatten()
 
@@ -119,7 +121,7 @@ class RouterOutputs:
         compiled: bool = False,
         positions: RankPositions | None = None,
     ):
-        """Install the hooks.
+        """Install forward hooks that keep what the routers of a language model return.
 
         Args:
             routers: all routers of the language model; at least one.
@@ -158,7 +160,8 @@ class RouterHook:
     """Forward hook of one router, which stores the router's latest output."""
 
     def __init__(self, router: Router, with_gradients: bool, compiled: bool):
-        """Register the hook. `with_gradients`: whether a loss of the outputs is trained. `compiled`: blocks are."""
+        """Register a forward hook that stores what a router returns. `with_gradients`: whether a loss of these outputs
+        is trained; if not, they are detached. `compiled`: whether the block that contains the router is compiled."""
         self.router = router
         self.with_gradients = with_gradients
         self.stays_on = self.is_on = compiled
@@ -174,8 +177,8 @@ class RouterHook:
         self.is_on = True
 
     def close(self) -> RouterOutput | None:
-        """End what `open` began: keep no more outputs, unless they are always kept (`stays_on`). Return those of the
-        router's last forward pass; None if it had none."""
+        """Stop keeping the router's outputs, which `open` has begun; with compiled blocks they are always kept
+        (`stays_on`). Return those of the router's last forward pass; None if it had none."""
         outputs, self.outputs = self.outputs, None
         self.is_on = self.stays_on
         if outputs is None:
@@ -188,8 +191,9 @@ class RouterHook:
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that hold the experts of a layer, by name: those which transformers'
-    `use_experts_implementation` lets a registered function run."""
+    """Return the modules of a model that hold the experts of one layer each, by name. They are recognized by the
+    attributes of classes that transformers' `use_experts_implementation` decorates, so that a registered function can
+    run them."""
     marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
     return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}
 
@@ -217,8 +221,8 @@ def check_routers(model: nn.Module, balance_loss: float) -> None:
 
 
 def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
-    """Raise ConfigError if `size` ranks cannot share the experts of a meta-device language model, or if `tensor` ranks
-    cannot compute its layers together."""
+    """Raise ConfigError if `size` ranks (`parallel.expert`) cannot divide the experts of a meta-device language model
+    among them, or if `tensor` ranks (`parallel.tensor`) cannot compute its layers together."""
     kind, experts = type(model).__name__, find_experts(model)
     if size == 1:
         if experts and tensor > 1:
@@ -247,8 +251,8 @@ def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
 
 
 def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool) -> torch.Tensor:
-    """Return the number of each token's sample in a micro-batch, int64 [rows * length]; for padding, the number of
-    samples.
+    """Return for each token of a micro-batch the index of its sample, int64 [rows * length]. Padding tokens get the
+    index after the last sample.
 
     Args:
         lengths: the samples' lengths in tokens, int64 [samples].
@@ -284,7 +288,7 @@ def balance_loss(
     loads are equal. Only the probabilities have a gradient.
 
     Args:
-        samples: number of each token's sample (`samples_of_tokens`).
+        samples: index of each token's sample (`samples_of_tokens`).
         lengths: the samples' lengths in tokens, int64 [samples].
         counts: the result of `count_choices`, with the tokens of all ranks.
     """

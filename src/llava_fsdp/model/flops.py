@@ -109,8 +109,8 @@ def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> flo
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per tile of the vision tower's layers that run; only of their forward pass if neither the tower
-    nor its LoRA adapters train.
+    """Count the FLOPs per tile of the vision tower's layers that run; without `trains`, where neither the tower nor its
+    LoRA adapters train, only those of the forward pass.
 
     Every token attends to all tokens. No gradient of the pixels is computed. The patch embedding, a convolution, runs
     once per patch.
@@ -119,7 +119,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     stack = list(find_blocks(model.vision_tower))
     in_blocks, leftovers = {p for block in stack for p in block.parameters()}, set(model.probe.leftovers)
     needed = [p for n, p in model.vision_tower.named_parameters() if p not in in_blocks and n not in leftovers]
-    others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)
+    others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)  # patch embedding
     stack = stack[: model.probe.layers]
     blocks = matrix_weights(*stack)
     patches = (image_size(vision) // patch_size(vision)) ** 2
@@ -133,12 +133,13 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     # the patch embedding trains only with the whole tower, neither with some blocks nor with adapters
     whole = model.cfg.trained[Part.vision] is None and Part.vision not in model.cfg.adapted
     own = 2 * tokens * trained_weights(*stack) + 2 * patches * others * whole
+    # forward, gradients of inputs (of attention twice as many as forward) and weights, blocks again, patch embedding
     return forward + (through + len(passed) * attention) + own + again + 2 * patches * others
 
 
 def first_passed(model: Architecture, part: Part) -> int:
-    """Return the number of the first block of a part through which the gradient passes; blocks before it only run
-    forward. 0 if something before all blocks trains."""
+    """Return the index of the first block of a part through which the gradient passes; blocks before it only run
+    forward. It is 0 if the whole part trains, or something before its blocks."""
     trained = model.cfg.trained
     before = trained.keys() & ({Part.projector, Part.vision} if part is Part.language else set())
     if before or trained.get(part) is None:
@@ -148,8 +149,8 @@ def first_passed(model: Architecture, part: Part) -> int:
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
-    """Count the projector's FLOPs per tile. The gradient of a layer's input is computed if anything before the layer
-    trains."""
+    """Count the projector's FLOPs per tile. `trains`: for each part of the model whether it trains. The gradient of a
+    layer's input is computed if anything before the layer trains."""
     trains_projector, trains_tower = trains[Part.projector], trains[Part.vision]
     layers = [2 * p.numel() for p in model.multi_modal_projector.parameters() if p.ndim > 1]
     has_norm = model.cfg.shuffle_factor > 1  # before the first layer
@@ -162,7 +163,7 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 def matrix_weights(*modules: nn.Module, active: int | None = None) -> int:
     """Return the number of weights used in matrix products: all except norms, biases and embeddings. `active` is the
-    argument of `matrices`."""
+    number of experts that a token is sent to; None: all experts are counted."""
     return sum(sum(s for _, s in matrices(module, active)) - rows_looked_up(module) for module in modules)
 
 
@@ -184,7 +185,8 @@ def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Para
 
 
 def trained_weights(*modules: nn.Module, active: int | None = None) -> int:
-    """Return the number of trained weights in the matrices of modules. `active` is the argument of `matrices`."""
+    """Return the number of trained weights in the matrices of modules. `active` is the number of experts that a token
+    is sent to; None: all experts are counted."""
     return sum(size for module in modules for p, size in matrices(module, active) if p.requires_grad)
 
 

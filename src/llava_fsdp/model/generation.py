@@ -75,8 +75,8 @@ def write_tokens(
     ids, mask, images = prompt.ids, prompt.mask, prompt.images
     rows, length = ids.shape
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
-    last = torch.arange(1, rows + 1, device=ids.device) * length - 1
-    empty = ids.new_zeros(0)
+    last = torch.arange(1, rows + 1, device=ids.device) * length - 1  # index of each row's last token in all rows
+    empty = ids.new_zeros(0)  # no dropout seeds
     for _ in range(sampling.max_new_tokens):
         cached = CachedRows(positions, mask, cache)
         logits = model(ids, cached, images, empty, last, return_logits=True)  # [rows, vocabulary]

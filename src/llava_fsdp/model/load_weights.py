@@ -134,8 +134,9 @@ def find_weights(
 
 
 def base_weights(model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None) -> dict[str, Stored]:
-    """Find the parameters that the files of a model, of its parts or of its projector have. `projector` is the
-    projector's folder or file; None: it has none of its own."""
+    """Find in files the parameters of a model without its adapters, by name: in the folder of a whole model, or in
+    those of the language model and the vision tower. `projector` is the folder or file of a separate projector; None:
+    there is none."""
     if parts.class_config is not None:
         return class_weights(parts, model)
     if parts.whole is not None:
@@ -153,7 +154,7 @@ def base_weights(model: Architecture, parts: Parts, cfg: ModelConfig, projector:
 
 
 def buffer_names(model: nn.Module) -> set[str]:
-    """Return the names of a model's buffers that belong into its files, such as the correction biases of routers."""
+    """Return the names of a model's buffers that are saved in its files, such as the correction biases of routers."""
     saved = model.state_dict().keys()
     quantized = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, QuantizedLinear))
     return {name for name, _ in model.named_buffers() if name in saved and not name.startswith(quantized)}
@@ -447,8 +448,8 @@ def frozen_digests(
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     trained: bool = False,
 ) -> dict[str, str]:
-    """Compute the digests of all frozen parameters of a model, by name. Each of `size` ranks computes some of them.
-    With `trained`, those of the parameters that train, as they begin.
+    """Compute the digests of all frozen parameters of a model, by name; with `trained`, those of the parameters that
+    train, before training. Each of `size` ranks computes some of them.
 
     Args:
         sources: where the parameters' values are read from.

@@ -76,13 +76,14 @@ class LogitChange:
         return self.factor == 1.0 and self.cap is None
 
     def apply(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the logits of an output of the output layer, which has any shape."""
+        """Return the logits that are made from `output`, what the output layer returns, of any shape: it is multiplied
+        by the factor, and then capped by a tanh."""
         if self.factor != 1.0:
             output = output * self.factor
         return output if self.cap is None else torch.tanh(output / self.cap) * self.cap
 
     def apply_in_place(self, output: torch.Tensor) -> None:
-        """Replace an output of the output layer by the logits. The bits are those of `apply`."""
+        """Replace `output`, what the output layer returns, by the logits. The bits are those of `apply`."""
         if self.factor != 1.0:
             output.mul_(self.factor)
         if self.cap is not None:
@@ -116,8 +117,8 @@ def logit_change(language: PretrainedConfig) -> LogitChange:
 
 
 def values_of(language: PretrainedConfig) -> list[tuple[LogitKey, LogitOperation, float]]:
-    """Return the rows of the table whose keys a configuration has, what they mean for it, and their values. Raises
-    ModelError if a value is not a number, or is 0 or infinite."""
+    """Return, for each key of a configuration that changes logits, its row in `TABLE`, what it means for this type of
+    model, and its value. Raises ModelError if a value is not a number, or is 0 or infinite."""
     rows = []
     for row in TABLE:
         value, meaning = getattr(language, row.key, None), row.meaning_in(language.model_type)
@@ -138,7 +139,7 @@ def keys_that_change(language: PretrainedConfig) -> list[str]:
 
 
 def without_change(language: PretrainedConfig) -> dict[str, Any]:
-    """Return values for a configuration with which the class in transformers leaves the output layer's output
+    """Return configuration values, by key, with which the class in transformers leaves the output layer's output
     unchanged."""
     neutral = {LogitOperation.WIDTH: language.hidden_size, LogitOperation.CAPS: None}
     return {row.key: neutral.get(meaning, 1.0) for row, meaning, _ in values_of(language)}

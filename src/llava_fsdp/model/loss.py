@@ -263,7 +263,9 @@ class ChunkedLoss(torch.autograd.Function):
         settings: LogitSettings,
         collector: LossCollector | None,
     ):
-        """Sum the losses, and compute the gradients at once, which `backward` only scales: logits are never kept."""
+        """Return the sum of the labels' cross entropies, float32 scalar, from the logits of some labels (a chunk) at a
+        time. The gradients for an upstream gradient of 1 are computed at once, so that no logits are kept; `backward`
+        scales them."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         chunk_tokens, part = settings.chunk_tokens, settings.part
         count = len(labels.ids)
@@ -292,7 +294,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        """Scale the gradients that `forward` has computed by the upstream gradient, in place."""
+        """Return the gradients of `hidden` and `weight` that `forward` has computed, scaled in place by the upstream
+        gradient."""
         (scale,) = grad_outputs
         assert ctx.gradients is not None, "a chunked loss has one backward pass: its gradients are scaled in place"
         of_hidden, of_weight = ctx.gradients
@@ -328,9 +331,9 @@ def loss_and_gradient(
     differentiate: bool,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
-    [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its
-    gradient with respect to the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None.
-    With `part`, `weight` has this rank's rows of the vocabulary."""
+    [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its gradient with respect to
+    the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None. With `settings.part`,
+    `weight` has this rank's rows of the vocabulary."""
     output = functional.linear(hidden, weight)
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
@@ -374,7 +377,7 @@ def loss_and_gradient_of_part(
     """
     logits -= part.largest(logits.amax(1))[:, None]
     place = labels.ids - part.first
-    here = (place >= 0) & (place < logits.shape[1])
+    here = (place >= 0) & (place < logits.shape[1])  # whether this rank has the label's logit
     place = place.clamp(0, logits.shape[1] - 1)[:, None]
     picked = logits.gather(1, place)[:, 0].masked_fill(~here, 0)
     exponentials = logits.exp_()
@@ -410,7 +413,7 @@ def label_losses(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, where their sum is not the loss:
+    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, for a loss that is not their sum:
     `hidden` is [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again, because the
     factor of each label's gradient is known only then. `collector` gets nothing."""
     assert labels.weights is None, "a pair whose labels have weights is refused"
@@ -431,7 +434,8 @@ class LabelLosses(torch.autograd.Function):
         chunk_tokens: int,
         change: LogitChange,
     ) -> torch.Tensor:
-        """Return the losses, float32 [labels]; no logits are kept."""
+        """Return the cross entropy of each label, float32 [labels], from the logits of a chunk at a time; no logits are
+        kept."""
         ctx.save_for_backward(hidden, weight, label_ids)
         ctx.chunk_tokens, ctx.change = chunk_tokens, change
         collector = LossCollector()
@@ -442,7 +446,8 @@ class LabelLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        """Compute the logits of each chunk again, and multiply the gradient of each label by its upstream gradient."""
+        """Return the gradients of `hidden` and `weight`: the logits of each chunk are computed again, and the gradient
+        of each label is multiplied by its upstream gradient."""
         (upstream,), (hidden, weight, label_ids) = grad_outputs, ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         of_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -138,7 +138,8 @@ def first_of(output: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def probe_vision_config(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
-    """Build a vision tower on the meta device and probe it. The answers for the last 64 configurations are cached."""
+    """Build a vision tower on the meta device, and find which of its layers, tokens and parameters are used with these
+    settings. The answers for the last 64 configurations are cached."""
     with torch.device("meta"):
         vision_tower = build_vision_tower(vision.config)
     return probe_vision_tower(vision_tower, vision.config, select_layer, feature)
@@ -203,6 +204,6 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         tokens=tokens,
         drops_cls=drops_cls,
         leftovers=tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is None),
-        layers=select_layer % (depth + 1),
+        layers=select_layer % (depth + 1),  # hidden state 0 is the input of the first layer
         last_layer=next((name for name, output in outputs.items() if output is features), None),
     )

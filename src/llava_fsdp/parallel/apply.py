@@ -54,10 +54,10 @@ class ParallelModel:
 def apply_parallelism(
     model: Architecture, cfg: Config, parallelism: Parallelism, fill: Fill, counts: Sequence[float] | None = None
 ) -> ParallelModel:
-    """Divide, shard and compile a frozen model on the meta device, in place, and load this rank's weights. Collective:
-    all ranks must call it. The caller builds the optimizer, of the shards in `masters`. `counts`: mean number of
-    tokens, pairs of tokens, labels and tiles of a sample, by which the model is divided into stages; None without
-    `parallel.pipeline`."""
+    """Divide, shard and compile a model on the meta device, in place, and load this rank's weights with `fill`.
+    Collective: all ranks must call it. What trains must be set (`requires_grad`). The caller builds the optimizer, of
+    the shards in `masters`. `counts`: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which
+    the model is divided into stages; None without `parallel.pipeline`."""
     # First what needs the whole model, of which all ranks must come to the same plan.
     share_rows(model, parallelism)
     compiles = choose_compiling(cfg, parallelism.device, model.kernel and model.kernel.attention).on

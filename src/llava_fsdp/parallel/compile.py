@@ -69,8 +69,9 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 def compiling_of_settings(
     cfg: Config, mode: ActivationCheckpointing, attention: Attention | None, device: str
 ) -> Compiling:
-    """Decide as `choose_compiling` does, for any machine that has the compiler, with this mode of activation
-    checkpointing. `attention` is the kernel of packed rows, None if rows are padded; `device` is `cuda` or `cpu`."""
+    """Decide by the settings alone whether the language model's blocks are compiled, for a machine that has the
+    compiler and with this mode of activation checkpointing. `attention` is the kernel of packed rows, None if rows are
+    padded; `device` is `cuda` or `cpu`."""
     if mode is ActivationCheckpointing.budget:
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
@@ -131,8 +132,8 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def check_cache() -> None:
-    """Raise CompileError if torch.compile cannot use the folder of its cache. With `compile=auto` too: if blocks were
-    then not compiled, ranks on different machines could decide differently."""
+    """Raise CompileError if torch.compile cannot use the folder of its cache, also with `compile=auto`: if blocks were
+    not compiled then, ranks on different machines could decide differently."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     cure = f"name another folder with {CACHE_KEY}, or set compile=false"
@@ -176,7 +177,8 @@ class Compilations:
     """
 
     def __init__(self, compiler: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Any] | None = None) -> None:
-        """`compiler` makes a function of a graph and examples of its inputs; None: Inductor."""
+        """Begin to count compiled graphs. `compiler` makes a function of a graph and examples of its inputs; None:
+        Inductor."""
         self.compiler = compiler
         self.total = 0
         self._steps = 0
@@ -279,7 +281,8 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """Return Inductor as a torch.compile backend that counts graphs, with a `budget` as for `compile_blocks`."""
+    """Return a torch.compile backend that counts the graphs, and compiles them with Inductor. `budget`: share of a
+    block's activations that is kept; None keeps torch's default."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Turn off dropout and gradients, and restore at the end training mode and the states of the random generators of
-    the CPU and of `device`. `stages`: this rank's stages, which are called in place of a model that has stages."""
+    """Context manager that turns off dropout and gradients, and restores at its end training mode and the states of the
+    random generators of the CPU and of `device`. `stages`: this rank's stages, which are called in place of a model
+    that has stages."""
     models = stages or [model]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():

@@ -48,7 +48,8 @@ class SharedExperts:
 def share_experts(
     language_model: Any, modules: Sequence[nn.Module], mesh: DeviceMesh, shards_frozen: bool
 ) -> SharedExperts:
-    """Divide the experts of a meta-device language model evenly among ranks, in place.
+    """Divide the experts of a meta-device language model evenly among ranks, in place, and let it run them by sending
+    tokens to the ranks of their experts. Return what `fully_shard` has to know of them.
 
     Args:
         modules: the modules that hold the experts of a layer.
@@ -76,7 +77,8 @@ def share_experts(
 
 
 def share_experts_of(model: Architecture, parallelism: Parallelism) -> SharedExperts | None:
-    """Divide the experts of a meta-device model among ranks, in place; None: each rank has all experts."""
+    """Divide the experts of a meta-device model among ranks, in place, and return what `fully_shard` has to know of
+    them. Return None if each rank has all experts."""
     mesh, language = parallelism.meshes.experts, model.language
     if mesh is None:
         return None
@@ -103,8 +105,9 @@ class Exchange:
         self.group = group.group_name
 
     def route(self, sent: torch.Tensor, total: int) -> Route:
-        """Tell the other ranks how many rows they will get. The host waits for the device here, once in each layer,
-        because it must know how much memory the rows take.
+        """Tell the other ranks how many rows they will get, and return how many this rank sends and gets, with the
+        experts of those that it gets. The host waits for the device here, once in each layer, because it must know how
+        much memory the rows take.
 
         Args:
             sent: number of this rank's rows for each expert, int64 [ranks, experts of a rank].
@@ -116,7 +119,8 @@ class Exchange:
         return Route(send, receive, numbers.repeat_interleave(got.flatten(), output_size=sum(receive)))
 
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """Exchange numbers of rows: int64 [ranks, experts of a rank], for each rank -> the same, from each rank."""
+        """Exchange numbers of rows, int64 [ranks, experts of a rank]: given those that this rank sends to each expert
+        of each rank, return those that each of its own experts gets from each rank."""
         got = _functional_collectives.all_to_all_single(sent, None, None, self.group)
         return _functional_collectives.wait_tensor(got)
 
@@ -173,7 +177,7 @@ def run_shared(
     route = exchange.route(sent, len(experts))
     rows = exchange.rows(hidden[order // choices], route.send, route.receive)
     found = exchange.rows(run_own(OwnExperts(module, own), rows, route.numbers), route.receive, route.send)
-    place = torch.empty_like(order)
+    place = torch.empty_like(order)  # where each pair is in `order`
     place[order] = torch.arange(len(order), device=order.device)
     return (found[place].view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
 
@@ -197,7 +201,7 @@ def run_with(language_model: Any, exchange: Exchange, name: str) -> None:
 
 def share_experts_on_meta(language_model: Any, modules: Sequence[nn.Module], size: int) -> None:
     """Give a language model on the meta device the part of the experts that one of `size` ranks has, in place, and make
-    it run them as on this rank. Nothing is sent; what would be received is allocated."""
+    it run them as that rank does. Nothing is sent; what would be received is allocated."""
     run_with(language_model, MetaExchange(size), f"{NAME}_meta_{size}")
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):

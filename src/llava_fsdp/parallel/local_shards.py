@@ -33,7 +33,8 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module, masters: NamedMasters) -> dict[str, LocalShard]:
-    """Return the part of every parameter that this rank holds, by name."""
+    """Return the part of every parameter that this rank holds, by name, with all tensors that have its values: the
+    model's and, if it is separate, the master weight."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -77,7 +78,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's shard, for operations in place. It costs the host a tenth of the time of
-    `local`, which detaches. `DTensor.to_local` makes a new view of a parameter."""
+    `local`, which detaches. Unlike `DTensor.to_local`, it makes no new view of a parameter."""
     shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return shard if type(shard) in (torch.Tensor, nn.Parameter) else unwrapped(shard)
 

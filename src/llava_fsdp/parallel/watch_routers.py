@@ -8,10 +8,9 @@ from llava_fsdp.parallel.tensor.tensor_parallel import reduction
 
 
 def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism, compiles: bool) -> list[Router]:
-    """Return the routers of a whole language model; empty if they cannot be watched. With `parallel.context` a rank has
-    only a part of each sample. Where a compiled block contains its activation checkpointing, a hook in it would break
-    its graph. `compiles`: whether blocks will be compiled.
-    """
+    """Return the routers of a whole language model; empty if they cannot be watched: with `parallel.context`, where a
+    rank has only a part of each sample, and where compiled blocks contain their activation checkpointing, because a
+    hook would break their graph. `compiles`: whether blocks will be compiled."""
     is_hidden = compiles and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
     return [] if is_hidden or parallelism.meshes.context is not None else find_routers(model.language)
 
@@ -19,10 +18,12 @@ def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism,
 def watch_routers(
     model: Architecture, routers: list[Router], has_balance_loss: bool, parallelism: Parallelism, compiles: bool
 ) -> RouterOutputs | None:
-    """Install hooks on the routers that this rank has; None without routers.
+    """Install hooks on the routers that this rank has, and return the object that keeps what they return; None without
+    routers.
 
     Args:
         routers: the routers of the whole language model.
+        has_balance_loss: whether a loss of what they return is trained.
         compiles: whether blocks will be compiled.
     """
     if not routers:

@@ -45,9 +45,9 @@ STRETCHED = frozenset({"dynamic", "longrope", "yarn"})
 
 
 def base_config(parts: Parts) -> dict[str, Any]:
-    """Return those values of a base model's configuration that change what the model computes, as JSON returns them: of
-    the language model (`language`), of the vision tower (`vision`), how logits are made (`logits`), and what a whole
-    model of transformers says outside of its parts (`class`)."""
+    """Return those values of a base model's configuration that change what the model computes, as they are after being
+    written to JSON and read again: of the language model (`language`), of the vision tower (`vision`), how logits are
+    made (`logits`), and what a whole model of transformers says outside of its parts (`class`)."""
     values = {
         "language": of_part(parts.language),
         "vision": of_part(parts.vision),

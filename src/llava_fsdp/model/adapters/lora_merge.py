@@ -40,7 +40,8 @@ class Merged:
         return torch.promote_types(self.weight.dtype, parts)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows [begin, end), float32 [end - begin, in]; they are not rounded to `dtype`."""
+        """Return rows [begin, end) of the weight with its LoRA adapter merged, W + scaling * B A, float32 [end - begin,
+        in], not rounded to `dtype`; with DoRA, each row is scaled to its magnitude."""
         a = self.a.rows(0, self.a.shape[0]).float()
         weight = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
         if self.magnitude is None:

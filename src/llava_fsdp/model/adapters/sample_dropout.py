@@ -74,7 +74,8 @@ class SampleDropout(nn.Module):
         """Number of the first channel of the input; not 0 if ranks have divided the channels among them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply dropout in training: [..., channels] -> [..., channels]."""
+        """Apply dropout in training: [..., channels] -> [..., channels]. The mask is a hash of each token's key, the
+        channel and the module's name."""
         if not self.training:
             return x
         keys = self.keys.vision if self.in_tower else self.keys.language

@@ -180,7 +180,8 @@ class Llava(Architecture):
         return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features of tiles, [tiles, features, vision width].
+        """Compute the vision tower's features, [tiles, features, vision width], of tiles (`images`), [tiles, 3, size,
+        size].
 
         If the micro-batch has no tile, a frozen vision tower does not run, and a trainable one runs on a blank tile
         whose features are discarded, so that its blocks run on every rank.
@@ -249,7 +250,8 @@ class Llava(Architecture):
         self._parameters |= dict.fromkeys(self._parameters)
 
     def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
-        """Return zeros as `images` of `forward`. `blends`: whether image tokens are weighted sums of four features."""
+        """Return the argument `images` of `forward` for as many tiles and image tokens, with zeros in all tensors.
+        `blends`: whether image tokens are weighted sums of four features."""
         rows, size = torch.zeros(image_tokens, dtype=torch.int64), self.image_size
         found = {
             "positions": rows,
@@ -309,7 +311,7 @@ def build_llava(
         compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows; None: the model accepts only padded rows.
         loss: None: the loss is computed from the logits of all labels at once.
-        own: parts that a program gives in place of those of the configuration.
+        own: loss function and projector that a Python program gives in place of those of the configuration.
 
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or

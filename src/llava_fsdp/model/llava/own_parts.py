@@ -34,12 +34,14 @@ class OwnParts:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the given parts, which a checkpoint records."""
+        """Names of the functions or classes that a program gives as "loss" and "projector", by these words. A
+        checkpoint records them."""
         given = {"loss": self.loss, "projector": self.projector}
         return {key: str(getattr(own, "__name__", type(own).__name__)) for key, own in given.items() if own is not None}
 
     def check(self, cfg: Config) -> None:
-        """Raise ConfigError if the configuration does not go together with the given parts."""
+        """Raise ConfigError if the configuration does not go together with a loss or a projector that a program
+        gives."""
         for key in self.names:
             for kind in ("tensor", "pipeline"):
                 if getattr(cfg.parallel, kind) > 1:
@@ -69,9 +71,10 @@ NONE = OwnParts()
 
 
 def make_projector(make: ProjectorFactory, features: int, hidden: int, factor: int) -> nn.Module:
-    """Make a program's projector on the meta device, and check what it maps to what.
+    """Make a program's projector on the meta device, and check the shape of its output.
 
     Args:
+        make: the program's function of both widths, which returns the projector.
         features, hidden: widths of the vision tower and the language model.
         factor: factor of the pixel shuffle.
 
@@ -103,6 +106,7 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
     def of_chunk(
         hidden: torch.Tensor, weight: torch.Tensor, labels: Labels, change: LogitChange
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of a chunk's losses, each times its weight, and the single losses without gradients."""
         ids, weights = labels.ids, labels.weights
         losses: Any = function(change.apply(functional.linear(hidden, weight).float()), ids)
         if not isinstance(losses, torch.Tensor) or losses.shape != ids.shape:
@@ -121,7 +125,7 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
         collector: LossCollector | None = None,
         change: LogitChange,
     ) -> torch.Tensor:
-        """Sum the losses in chunks, each of which is computed again in the backward pass."""
+        """Return the sum of all losses, float32 scalar, computed in chunks that the backward pass computes again."""
         total = hidden.new_zeros((), dtype=torch.float32)
         if not len(labels.ids):  # every rank needs a gradient to reduce, also without labels
             return total + (hidden.sum() + weight.sum()).float() * 0.0

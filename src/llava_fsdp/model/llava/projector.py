@@ -24,8 +24,9 @@ class Projector(nn.Module):
     """
 
     def __init__(self, kind: str, features: int, hidden: int, factor: int = 1):
-        """`features` and `hidden` are the widths of image features and of embeddings, `factor` that of pixel shuffle.
-        Raises ConfigError."""
+        """Build the layers. `kind` is the value of `model.projector_type`, such as mlp2x_gelu (two linear layers);
+        `features` and `hidden` are the widths of image features and of embeddings. Each square of `factor` x `factor`
+        features is joined. Raises ConfigError if an identity would have to change the width."""
         super().__init__()
         depth = {"identity": 0, "linear": 1}.get(kind) or int((re.findall(r"mlp(\d+)x", kind) or ["0"])[0])
         if depth == 0 and features != hidden:
@@ -63,7 +64,7 @@ def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
 
 def check_can_be_shuffled(cfg: ModelConfig, vision: PretrainedConfig, features: int) -> None:
     """Raise ConfigError if the projector has a pixel shuffle, and the vision tower's features (their number is
-    `features`) are not a square grid that can be divided into squares of its size."""
+    `features`) are not a square grid that can be divided into squares of shuffle_factor x shuffle_factor features."""
     side, factor = image_size(vision) // patch_size(vision), cfg.shuffle_factor
     if factor == 1:
         return

@@ -218,8 +218,8 @@ def attend_alone(
 
     Args:
         query: only of the last tokens if `key` and `value` contain earlier tokens too.
-        allowed: mask, bool [rows, 1, tokens, all tokens]. `key` and `value` may lack the earliest of all tokens. None:
-            a token attends to itself and all earlier tokens.
+        allowed: mask, bool [rows, 1, tokens, all tokens], True where a token attends to another. `key` and `value` may
+            lack the earliest of all tokens. None: a token attends to itself and all earlier tokens.
     """
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
@@ -241,9 +241,9 @@ QUERIES_AT_ONCE = 256
 
 
 def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm) -> torch.Tensor:
-    """Compute causal attention of the latest tokens of a sample with SDPA, QUERIES_AT_ONCE queries at a time, for plain
-    options: queries [1, heads, tokens, size] and keys and values [1, heads, all tokens, size] -> [1, tokens, heads,
-    size].
+    """Compute causal attention of the latest tokens of a sample with SDPA, QUERIES_AT_ONCE queries at a time, for
+    options without a soft cap or sinks: queries [1, heads, tokens, size] and keys and values [1, heads, all tokens,
+    size] -> [1, tokens, heads, size].
 
     A mask for all queries would grow with the square of the sample's length. The masks of the parts are views of one.
     """
@@ -267,8 +267,8 @@ def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, f
 def attend_with_mask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention with transformers' SDPA, for plain options: [rows, heads, tokens, size] -> [rows, tokens,
-    heads, size]. The mask is bool, or scores to add; None: causal attention."""
+    """Compute attention with transformers' SDPA, for options without a soft cap or sinks: [rows, heads, tokens, size]
+    -> [rows, tokens, heads, size]. The mask is bool, or scores to add; None: causal attention."""
     options = {"dropout": form.dropout, "scaling": form.scaling}
     grouped: Any = HeadGroups(query.shape[1] // key.shape[1])
     return sdpa_attention_forward(grouped, query, key, value, as_four(mask), **options)[0]
@@ -337,8 +337,9 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], is_causal:
 
 @torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths
 def with_copies(values: torch.Tensor, row: Boundaries, shared: SharedTokens) -> torch.Tensor:
-    """Return the keys or values of a packed row, [1, heads, tokens, size], with a copy of the tokens that a sample
-    shares before its own tokens. An index would be shorter, but on CUDA its backward pass adds in any order."""
+    """Return the keys or values of a packed row, [1, heads, tokens, size], in which each sample has all of its tokens:
+    if it shares first tokens with the sample before it (`shared.counts`), they are copied to its beginning. An index
+    would be shorter, but on CUDA the order in which its backward pass adds is not fixed."""
     samples = values.split(row.lengths.each, 2)
     pieces: list[torch.Tensor] = []
     for number, (own, count) in enumerate(zip(samples, shared.counts, strict=True)):
@@ -373,7 +374,8 @@ def make_varlen() -> Attend:
     def varlen(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Attention of a packed row by torch's `varlen_attn`, as far as this torch supports it."""
+        """Compute attention of a packed row by torch's `varlen_attn`: query, key, value [1, heads, tokens, size] -> [1,
+        tokens, heads, size]. What the installed torch has no argument for is computed here, or by `each_alone`."""
         form = row.form
         assert not form.dropout, "choose_kernel refuses dropout"
         if form.window is not None and not has_window:

@@ -52,9 +52,9 @@ def packing_refused(language: PretrainedConfig) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def found_out_of_reach(language: ConfigKey) -> str | None:
-    """Build a language model on the meta device, and return what `layers_out_of_reach` returns for it. The answers for
-    the last 64 configurations are cached. Raises ModelError if transformers cannot build it, or torch cannot multiply
-    its experts."""
+    """Return why a language model would mix the samples of a packed row, found out by building it and running it on the
+    meta device; None if it keeps them apart. The answers for the last 64 configurations are cached. Raises ModelError
+    if transformers cannot build it, or torch cannot multiply its experts."""
     register_attention()
     config = copy.deepcopy(language.config)
     keep_frequencies(config)
@@ -72,9 +72,10 @@ def refuse_packing(reason: str | None) -> None:
 
 
 def other_attention(language: PretrainedConfig, kind: type | None = None) -> str | None:
-    """Return which attention a configuration has, other than full causal attention and causal attention in a sliding
-    window, that would mix the samples of a packed row; else None. `kind`: the class of the language model; None: that
-    of its configuration."""
+    """Return, as a text, why the attention that a configuration describes would mix the samples of a packed row: it is
+    not computed through transformers' AttentionInterface, or is other than full causal attention and causal attention
+    in a sliding window. None if it would not. `kind`: the class of the language model; None: that of its
+    configuration."""
     if not getattr(kind or MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "

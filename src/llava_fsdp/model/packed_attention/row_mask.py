@@ -69,7 +69,14 @@ class BoundaryMask(torch.Tensor):
     def of(
         mask: torch.Tensor, segments: Segments | None = None, visits: Visits | None = None, is_cached: bool = False
     ) -> BoundaryMask:
-        """Make the mask of rows of a bool tensor, [rows, tokens]. `segments`: None: each row is one sample."""
+        """Return an attention mask, bool [rows, tokens], False at padding, that also carries the boundaries of samples.
+
+        Args:
+            mask: the values of the mask.
+            segments: boundaries of the samples in a packed row; None: each row is one sample.
+            visits: list to which every layer that attends is appended; None: they are not recorded.
+            is_cached: whether the rows are a batch for generation, whose keys may be in a cache.
+        """
         made = mask.as_subclass(BoundaryMask)
         made.boundaries, made.shared, made.is_cached, made.visits = None, None, is_cached, visits
         if segments is not None:
@@ -80,7 +87,8 @@ class BoundaryMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation as on a plain tensor. The result of `to` alone is a BoundaryMask again."""
+        """Run an operation as on a plain tensor. Only the result of `to` is a mask with sample boundaries (`cls`)
+        again."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is not torch.Tensor.to:
@@ -109,7 +117,8 @@ class RowMask:
 
 
 def shared_tokens(lengths: tuple[int, ...], counts: tuple[int, ...], offsets: torch.Tensor) -> SharedTokens:
-    """Return the tokens that samples of given lengths share; the arguments are parts of `Segments`."""
+    """Return which tokens the samples of a packed row share: how many tokens each has itself (`lengths`) and shares
+    with the sample before it (`counts`), and cumulative lengths with both, int32 [samples + 1] (`offsets`)."""
     whole = tuple(map(operator.add, lengths, counts))
     return SharedTokens(counts, Boundaries(offsets, Lengths(whole, max(whole))))
 
@@ -173,7 +182,8 @@ def make_row_mask(
 
 
 def evaluated(rule: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
-    """Return the mask of a rule, bool [rows or 1, 1, queries, keys]. `given`: other arguments of `sdpa_mask`."""
+    """Return the mask that a rule gives, bool [rows or 1, 1, queries, keys]. The rule is a function (row, head, query,
+    key) -> whether the query attends to the key. `given`: other arguments of transformers' `sdpa_mask`."""
     arguments: dict[str, Any] = given | {"allow_is_causal_skip": False, "mask_function": rule}
     mask = sdpa_mask(**arguments)
     assert mask is not None
@@ -181,7 +191,8 @@ def evaluated(rule: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
 
 
 def is_same_rule(one: Any, other: Any) -> bool:
-    """Return whether two rules are the same: functions with the same code, made of the same numbers and functions."""
+    """Return whether two rules of which token attends to which are the same: functions with the same code, whose
+    closures have the same numbers and functions. Tuples of such values, and numbers, are compared too."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(is_same_rule, one, other))
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
@@ -212,7 +223,8 @@ def attend_with(
         s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """`softcap` and `s_aux` are transformers' names for `softcap` and `sinks` of `AttentionForm`."""
+        """Compute a layer's attention within the samples of rows: [rows, heads, tokens, size] -> [rows, tokens, heads,
+        size]. `softcap` and `s_aux` are transformers' names for `softcap` and `sinks` of `AttentionForm`."""
         row = attention_mask
         if not isinstance(row, RowMask):
             got = "no mask" if row is None else "a mask of its own"

@@ -13,8 +13,8 @@ from llava_fsdp.runtime.errors import ModelError
 
 
 def class_parts(config: PretrainedConfig, folder: Path) -> Parts:
-    """Return the parts of a vision-language model of transformers. Raises ModelError if the folder has another kind of
-    model, or one whose images do not take the places of tokens in a language model."""
+    """Return the folders and configurations (`Parts`) of a vision-language model of transformers. Raises ModelError if
+    the folder has another kind of model, or one whose images do not take the places of tokens in a language model."""
     what = f"model.checkpoint={folder} is a {config.model_type} model"
     if not is_vision_language_model(config):
         raise ModelError(

@@ -66,6 +66,7 @@ def why_not_original(model: Llava) -> ConfigError | ModelError | None:
 
 
 def error_of(check: Callable[[], None]) -> ConfigError | ModelError | None:
+    """Return the error that a check raises; None if it passes."""
     try:
         check()
     except (ConfigError, ModelError) as error:

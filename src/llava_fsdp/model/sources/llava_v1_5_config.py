@@ -56,8 +56,9 @@ class Selection:
 
 
 def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
-    """Read the settings of projector and vision features, with the original's defaults. Raises ModelError if the model
-    is not supported, or the file does not say which layer of the vision tower is selected."""
+    """Read the settings of projector and vision features in a config.json of the original LLaVA (content `raw`), with
+    the original's defaults. Raises ModelError if the model is not supported, or the file does not say which layer of
+    the vision tower is selected."""
     check_supported(raw, folder)
     if "mm_vision_select_layer" not in raw:
         raise ModelError(f"{folder / 'config.json'} has no mm_vision_select_layer; add the layer it was trained with")
@@ -96,7 +97,8 @@ def check_supported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
-    """Check that a config.json has the same projector and vision feature settings as the configuration.
+    """Check that a config.json of the original LLaVA (content `raw`) has the same projector and vision feature settings
+    as the configuration `cfg`.
 
     Raises:
         ConfigError: a value differs; the message has the key and both values.
@@ -140,7 +142,7 @@ def language_config(raw: dict[str, Any]) -> PretrainedConfig:
 def original_config(
     language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int, drops_cls: bool
 ) -> dict[str, Any]:
-    """Build a config.json for a model that does not come with one.
+    """Return the content of a config.json of the original LLaVA, for a model that does not come with one.
 
     Args:
         features: width of the vision tower's features.

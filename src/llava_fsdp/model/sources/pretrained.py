@@ -360,7 +360,8 @@ def resolve(name: str, key: str) -> Path:
 
 
 def find_folder(name: str, key: str) -> Path:
-    """Return the folder of a model that a setting names: a package's own, a local one, or a download from the hub."""
+    """Return the folder of the model that the setting `key` names with `name`: one that this package ships, a local
+    one, or a download from the hub. Raises ConfigError if there is none, and ModelError if the hub cannot be read."""
     if name.startswith(PACKAGE):
         folder = Path(__file__).parents[2] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():

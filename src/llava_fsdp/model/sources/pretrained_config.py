@@ -33,7 +33,8 @@ from llava_fsdp.runtime.text.log import log
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """Derive the section `model` from a model folder of llava_fsdp, transformers or the original LLaVA.
+    """Derive the section `model` of the configuration from a model folder of llava_fsdp, transformers or the original
+    LLaVA.
 
     Args:
         language: the language model's folder or hub name; needed for a folder that contains only a projector.
@@ -80,7 +81,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
 
 
 def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
-    """Derive the section `model` for the base model of a LoRA adapter.
+    """Derive the section `model` of the configuration for the base model of a LoRA adapter.
 
     Args:
         base: folder or hub name of a language model or a whole LLaVA model; None: the one that the adapter's files

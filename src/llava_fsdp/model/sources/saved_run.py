@@ -28,8 +28,9 @@ the folder is a run without an export, so they cannot import it."""
 
 
 def projector_cure(run: Path, find_parts: FindParts) -> str:
-    """Return how a training can begin with the projector that a run without an export has saved, as a text that follows
-    that of `why_no_export`; empty if the only way is what that text says."""
+    """Return how a training can begin with the projector that a run without an export has saved, for the end of a
+    message. The message begins with the text of `why_no_export`; the result is empty if there is no other way than that
+    text says."""
     if not has_saved(run):
         return nothing_saved(run)
     try:
@@ -49,9 +50,9 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
 
 
 def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
-    """Return how the whole model that a run without an export has saved can be read, as a text that follows that of
-    `why_no_export`; empty if the only way is what that text says. `key` is the setting that names the run, such as
-    model.checkpoint."""
+    """Return how the whole model that a run without an export has saved can be read, for the end of a message. The
+    message begins with the text of `why_no_export`; the result is empty if there is no other way than that text says.
+    `key` is the setting that names the run, such as model.checkpoint."""
     if not has_saved(run):
         return nothing_saved(run)
     return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key, find_parts)}"

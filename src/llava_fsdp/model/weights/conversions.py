@@ -164,8 +164,8 @@ def plan_with_all_rows(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
 ) -> LoadPlan:
-    """Find the same as `plan_load`. If the files' embeddings and output layer have more rows than the configuration's
-    vocabulary, find it for a model that has as many rows."""
+    """Find where in files the values of each weight of a model are, as `plan_load` does. If the files' embeddings and
+    output layer have more rows than the configuration's vocabulary, find them for a model that has as many rows."""
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
     shapes = list(plan.misshapen.values())
@@ -207,7 +207,7 @@ def is_tied(
     names = tied_weights(build(config))
     if names is None:
         return False
-    if not any(name.endswith(last_parts(names[0])) for name in tensors):
+    if not any(name.endswith(last_parts(names[0])) for name in tensors):  # no file has an output layer
         return True
     sources = plan_with_all_rows(build, config, tensors, folder).sources
     head, embeddings = (sources.get(name) for name in names)
@@ -299,9 +299,10 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
 
 
 def plan_save_again(plan: LoadPlan, read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
-    """Find the same as `plan_save` for a model that was loaded from a folder as `plan` says. The tensors get the names
-    that `save_pretrained` gives them after `from_pretrained`, which are those in the folder's files wherever
-    transformers can tell. `read` gets a parameter's or a buffer's name in transformers' class, and the part to read."""
+    """Find, as `plan_save`, from which parameters each tensor in the files of a saved model is made, for a model that
+    was loaded from a folder as `plan` says. The tensors get the names that `save_pretrained` gives them after
+    `from_pretrained`, which are those in the folder's files wherever transformers can tell. `read` gets a parameter's
+    or a buffer's name in transformers' class, and the part to read."""
     model: Any = whole_model_of(plan.model.config)
     loaded: Any = plan.model
     model._weight_conversions = loaded._weight_conversions
@@ -317,7 +318,8 @@ def revert_conversion(
     model: Any, rename: Callable[[str], str], read: Callable[[str, Box], torch.Tensor]
 ) -> dict[str, LazyTensor]:
     """Return the tensors that `save_pretrained` writes of one of transformers' models on the meta device, by their
-    names in the files. `rename` translates a name in this model to the one that `read` gets."""
+    names in the files. `read` reads a part of a parameter; `rename` translates a name in this model to the one that
+    `read` gets."""
     names = names_saved(model)
     lazy_parameters: dict[str, Any] = {}
     for name, value in model.state_dict().items():

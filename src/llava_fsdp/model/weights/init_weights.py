@@ -52,7 +52,7 @@ class Drawn:
         return torch.float32
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Generate the whole parameter, and return rows [begin, end) of dimension 0, float32."""
+        """Generate the initial values of the whole parameter, and return rows [begin, end) of dimension 0, float32."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
         match self.rule.kind:
@@ -153,8 +153,8 @@ def recompute_buffers(part: PreTrainedModel, module: nn.Module, names: list[str]
 
 
 def copy_alone(module: nn.Module) -> Any:
-    """Copy a module with those of its submodules that have none themselves: `_init_weights` may look at them, and the
-    others may be large."""
+    """Copy a module with those of its submodules that have no submodules themselves: `_init_weights` may look at them,
+    and the others may be large. In the copy the others are None."""
     children = dict(module._modules)
     for name, child in children.items():
         if child is not None and any(True for _ in child.children()):

@@ -33,6 +33,8 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], sources: Sequence[str], read: Read) -> "LazyTensor":
+        """Create a tensor of this shape whose values, made from the tensors `sources` in files, `read` reads in
+        parts."""
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32, device=torch.device("cpu"))
         self.sources = tuple(dict.fromkeys(sources))
         self.read = read
@@ -84,6 +86,7 @@ def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
 
 
 def slice_of(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """Return `x[start:end]` along dimension `dim` without reading it. Steps other than 1 are not supported."""
     if step != 1:
         return NotImplemented
     dim %= x.ndim
@@ -102,6 +105,7 @@ def unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor]:
 
 
 def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTensor]:
+    """`torch.split` of a lazy tensor: `sizes` is the size of each part, or the sizes of all."""
     dim %= x.ndim
     size = x.shape[dim]
     if isinstance(sizes, int):
@@ -111,7 +115,8 @@ def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTenso
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
-    """`torch.cat` of lazy tensors. Only the parts in the `box` to read (a range of each dimension) are read."""
+    """`torch.cat` of lazy tensors. When a part of the result is read (`box`, a range of each dimension), only the parts
+    of the tensors that are in it are read."""
     if not all(isinstance(x, LazyTensor) for x in tensors):
         return NotImplemented
     dim %= tensors[0].ndim
@@ -172,14 +177,16 @@ def permute(x: LazyTensor, order: Sequence[int]) -> LazyTensor:
 
 
 def transpose(x: LazyTensor, first: int = 0, second: int = 1) -> LazyTensor:
+    """`torch.transpose` of a lazy tensor, and `torch.t`, which leaves a vector as it is."""
     order = list(range(x.ndim))
-    if order:  # `.t()` of a vector leaves it as it is
+    if order:
         second = min(second, x.ndim - 1)
         order[first], order[second] = order[second], order[first]
     return permute(x, order)
 
 
 def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
+    """`x.view(shape)` of a lazy tensor; -1 in `shape` stands for the remaining size."""
     shape = list(shape)
     if -1 in shape:
         shape[shape.index(-1)] = x.numel() // max(1, -prod(shape))
@@ -237,6 +244,8 @@ def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
     sources = [name for x in tree_leaves(inputs) if isinstance(x, LazyTensor) for name in x.sources]
 
     def reader(number: int | None) -> Read:
+        """Return the function that reads parts of result `number`; None: the operation has a single result."""
+
         def read(box: Box) -> torch.Tensor:
             read_args, read_kwargs = tree_map(in_memory, inputs)
             result = func(*read_args, **read_kwargs)

@@ -147,7 +147,8 @@ class UnpackedProduct(torch.autograd.Function):
         packing: Packing,
         statistics: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Compute x W^T + b. `statistics` are the tensors with which `packed` is dequantized."""
+        """Compute x W^T + b. `packed` has the bits of W, and `statistics` are the tensors with which it is
+        dequantized."""
         ctx.packing = packing
         ctx.save_for_backward(packed, *statistics)
         return functional.linear(x, dequantize(packing, packed, statistics), bias)

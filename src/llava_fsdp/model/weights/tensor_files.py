@@ -182,7 +182,7 @@ def check_header(path: Path) -> None:
             size = int.from_bytes(file.read(8), "little")
     except OSError:
         return  # the library reports it
-    if LARGEST_HEADER < size <= path.stat().st_size:
+    if LARGEST_HEADER < size <= path.stat().st_size:  # the library refuses a header that is longer than its file
         raise ModelError(f"{path} has a header of {size:,} bytes, more than the {LARGEST_HEADER:,} allowed here")
 
 

@@ -40,7 +40,7 @@ class Generation:
 
 
 def class_around(config: PretrainedConfig, model: nn.Module) -> Any:
-    """Return a model of transformers' class with the modules of another one, which it shares.
+    """Return a model of transformers' class that shares the modules of another model, and can generate answers.
 
     Args:
         config: the whole configuration.

@@ -33,6 +33,7 @@ class StandIn(nn.Module):
     embeddings that it gets, and keeps the positions that it is called with."""
 
     def __init__(self, config: PretrainedConfig, states: torch.Tensor | None = None):
+        """Make a stand-in for a language model that returns `states`; None: it returns the embeddings that it gets."""
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(VOCABULARY, config.hidden_size)
@@ -45,14 +46,16 @@ class StandIn(nn.Module):
     def forward(
         self, *_: Any, inputs_embeds: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, **__: Any
     ) -> Outputs:
+        """Return the given hidden states, or else the embeddings, in place of a language model. Keep the positions that
+        it gets."""
         self.seen = position_ids
         return Outputs((inputs_embeds if self.states is None else self.states,))
 
 
 def check_logits(divided: DividedClass, change: LogitChange) -> None:
     """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
-    output layer with `change`, or cannot run so. The class gets a few random hidden states, and random weights of a
-    small output layer.
+    output layer with `change` does, or cannot be run for this. The class gets a few random hidden states, and random
+    weights of a small output layer.
 
     Args:
         divided: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
@@ -72,9 +75,9 @@ def check_logits(divided: DividedClass, change: LogitChange) -> None:
 
 
 def logits_of(divided: DividedClass, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of the same hidden states as the class makes them and as the output layer does. Raise
-    ModelError if a class whose output layer is an identity returns others than the hidden states of its language
-    model."""
+    """Return two kinds of logits of the same random hidden states: as the class makes them, and as the output layer
+    with `change` does. Raise ModelError if a class whose output layer is an identity returns others than the hidden
+    states of its language model."""
     model: Any = divided.whole
     config = model.config.get_text_config()
     width = config.hidden_size

@@ -13,14 +13,16 @@ class PatchConv3d(nn.Conv3d):
     CPU 12 % of a step of a small Qwen2.5-VL, for 2 % of its arithmetic."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[patches, channels, *kernel_size] -> [patches, features, 1, 1, 1]; other sizes as in nn.Conv3d."""
+        """Apply the convolution to inputs as large as the kernel as one matrix product: [patches, channels,
+        *kernel_size] -> [patches, features, 1, 1, 1]. Inputs of other sizes are convolved as in nn.Conv3d."""
         if input.shape[2:] != self.kernel_size:
             return super().forward(input)
         return nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 def multiply_patches(model: nn.Module) -> None:
-    """Replace, in place, the convolutions of a model that could get single patches. Parameters stay the same."""
+    """Replace the 3D convolutions of a model that may get single patches as inputs, in place, by PatchConv3d, which
+    then multiplies matrices instead. Those with groups, padding or dilation stay. The parameters are the same ones."""
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Conv3d or module.groups != 1 or any(module.padding) or {*module.dilation} != {1}:
             continue

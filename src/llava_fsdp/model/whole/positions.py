@@ -37,7 +37,7 @@ class SamplePositions:
         known = inspect.signature(model.get_rope_index).parameters
         given = {name: value[None] for name, value in types.items() if name in known}
         given |= {name: value for name, value in pixels.items() if name in known}
-        return bare.get_rope_index(ids[None], **given)[0][:, 0].long()
+        return bare.get_rope_index(ids[None], **given)[0][:, 0].long()  # the first result is [axes, 1, length]
 
 
 def positions_of(config: PretrainedConfig) -> SamplePositions | None:

@@ -96,8 +96,9 @@ def find_structure(divided: DividedClass) -> Structure:
 
 
 def base_of(whole: PreTrainedModel) -> DividedClass:
-    """Divide one of transformers' classes. If the class has no model of its own beside its output layer, the output
-    layer is replaced, in place. Raises ModelError if the class has no output layer."""
+    """Divide a model of transformers into its output layer and what makes the hidden states for it. If the class has no
+    model of its own beside its output layer, the output layer is replaced, in place. Raises ModelError if the class has
+    no output layer."""
     output = whole.get_output_embeddings()
     name = next((name for name, module in whole.named_modules() if module is output), None)
     if output is None or name is None:
@@ -114,11 +115,13 @@ class Named(nn.Module):
 
 
 def name_modules(whole: nn.Module, output: str, layer: nn.Module, into: nn.Module) -> None:
-    """Give the modules of a class, and another output layer, to the module `into` under the names of the class.
+    """Put the modules of a model of transformers into the module `into`, under their names in the model's class, with
+    `layer` in place of its output layer.
 
     Args:
-        output: name of the output layer in the class.
-        layer: takes its place.
+        whole: the model.
+        output: name of its output layer, such as `lm_head` or `language_model.lm_head`.
+        layer: another output layer.
     """
     first, _, rest = output.partition(".")
     for name, child in whole.named_children():
@@ -143,8 +146,8 @@ def replace_modules(whole: nn.Module, named: nn.Module) -> None:
 
 
 def language_of(base: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model in a model without output layer. Raises ModelError if it has no
-    language model in it, or is one as a whole."""
+    """Return the language model in a model without output layer. Raises ModelError if it has no language model in it,
+    or is one as a whole."""
     language = decoder_of(base)
     if language is base or not isinstance(language, PreTrainedModel) or language not in set(base.modules()):
         raise ModelError(f"a {type(base).__name__} has no language model in it that could be told from its other parts")

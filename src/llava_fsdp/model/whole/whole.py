@@ -134,7 +134,7 @@ class Whole(Architecture):
         label_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
-        labels, float32 [labels, vocabulary]; or, with `generation`, nothing (no elements).
+        labels, float32 [labels, vocabulary]; or, with `generation`, an empty tensor.
 
         Args:
             input_ids: the processor's token ids, int64 [rows, length], padded on the right. A packed row (several
@@ -158,6 +158,7 @@ class Whole(Architecture):
         assert hidden is None and not isinstance(segments, CachedRows), "transformers generates answers"
         assert segments is None or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
+            # no seeds of tiles: adapters in the vision part have no dropout
             self.token_keys.set(seeds, seeds.new_zeros(0), input_ids.shape, segments, 1)
         taken = {name: value for name, value in images.items() if not name.endswith(TYPES) or name in self.types}
         given = {name: self.cast(value) for name, value in taken.items()}
@@ -286,7 +287,8 @@ class Whole(Architecture):
 
     @property
     def needs_blank(self) -> bool:
-        """Whether a micro-batch without images needs a blank one: what makes the embeddings of images trains."""
+        """Whether a micro-batch without images needs a blank one: it does if a parameter trains that makes the
+        embeddings of images, which then has to run on every rank."""
         return any(
             p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
         )
@@ -345,8 +347,9 @@ class Whole(Architecture):
 
 @contextmanager
 def explained_dtypes(kind: str) -> Iterator[None]:
-    """Raise ConfigError with a cure if a model multiplies tensors of two dtypes. Some classes convert values to the
-    dtype of a norm's weight, which may be kept in fp32."""
+    """Context manager in which a model runs: replace torch's error about a product of tensors of two dtypes by a
+    ConfigError that says what to set. Some classes convert values to the dtype of a norm's weight, which may be kept in
+    fp32."""
     try:
         yield
     except RuntimeError as error:

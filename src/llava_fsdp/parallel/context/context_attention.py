@@ -53,7 +53,8 @@ class ContextPlan:
 
 
 def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: int, tensor: int = 1) -> ContextPlan:
-    """Choose how the `size` ranks that share a row attend; `auto` is `ulysses` if it can share out the heads.
+    """Choose how the `size` ranks that share a row compute attention; `auto` is `ulysses` if they can divide the heads
+    evenly, else `gather`.
 
     Args:
         index: number of this rank among those that share a row.
@@ -118,7 +119,8 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Attend: query, key, value [1, heads, own positions, width] -> [1, own positions, heads, width]."""
+        """Compute attention of all positions for some of the heads, between two all-to-alls: query, key, value [1,
+        heads, own positions, width] -> [1, own positions, heads, width]."""
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:  # the ranks cannot divide the key heads evenly: repeat them until they can
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -129,14 +131,16 @@ class Ulysses:
         return self.to_positions(self.attend(module, query, key, value, replace(row, form=form)))
 
     def to_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """[1, heads, own positions, width] -> [1, own heads, positions, width]"""
+        """Exchange this rank's positions of all heads for all positions of its own heads, by an all-to-all: [1, heads,
+        own positions, width] -> [1, own heads, positions, width]."""
         _, heads, tokens, width = part.shape
         sent = part.reshape(self.size, heads // self.size, tokens, width)
         got = self.exchange(sent.contiguous())  # from each rank its positions
         return got.transpose(0, 1).reshape(1, heads // self.size, self.size * tokens, width)
 
     def to_positions(self, part: torch.Tensor) -> torch.Tensor:
-        """[1, positions, own heads, width] -> [1, own positions, heads, width]"""
+        """Exchange all positions of this rank's heads for its own positions of all heads, by an all-to-all: [1,
+        positions, own heads, width] -> [1, own positions, heads, width]."""
         _, tokens, heads, width = part.shape
         sent = part.reshape(self.size, tokens // self.size, heads, width)
         got = self.exchange(sent.contiguous())  # from each rank its heads
@@ -169,7 +173,8 @@ def row_chunks_of(row: Boundaries, cut: ContextCut) -> RowChunks:
 
 
 def row_chunk_of(row: Boundaries, begin: int, end: int) -> RowChunk:
-    """Return the chunk [begin, end) of a row. The host does not wait for the device."""
+    """Return the chunk [begin, end) of a row's queries, with the keys that they attend to. The host does not wait for
+    the device."""
     lengths = row.lengths.each
     ends = list(itertools.accumulate(lengths))
     i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1
@@ -196,6 +201,8 @@ class GatheredKeys:
     of all positions of the row."""
 
     def __init__(self, attend: Attend, gather: Collective, size: int, row_chunks: RowChunks):
+        """`attend` is the kernel, `gather` an all-gather of the `size` ranks; `row_chunks` are this rank's chunks of
+        the row."""
         self.attend = attend
         self.gather = gather
         self.size = size
@@ -204,7 +211,8 @@ class GatheredKeys:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Attend: query, key, value [1, heads, own positions, width] -> [1, own positions, heads, width]."""
+        """Compute attention of this rank's queries with the gathered keys and values of the row: query, key, value [1,
+        heads, own positions, width] -> [1, own positions, heads, width]."""
         key, value = self.gathered(key), self.gathered(value)
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []
@@ -214,7 +222,8 @@ class GatheredKeys:
         return torch.cat(found, dim=1)
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """[1, heads, own positions, width] -> [1, heads, positions, width]"""
+        """Gather the keys or values of all positions, in their order in the row: [1, heads, own positions, width] ->
+        [1, heads, positions, width]."""
         every = self.gather(own[0].transpose(0, 1).contiguous())  # [positions, heads, width], rank after rank
         halves = every.unflatten(0, (self.size, 2, -1))  # rank i has sent chunks i and 2 * size - 1 - i
         return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1).transpose(0, 1)[None]

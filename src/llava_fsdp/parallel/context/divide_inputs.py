@@ -27,7 +27,8 @@ MASK = "attention_mask"
 def share_whole_rows(
     model: Architecture, kernel: Kernel, plan: ContextPlan, exchange: Collective, name: str = "llava_fsdp_context"
 ) -> None:
-    """Make a model share rows that gets whole rows. The arguments are those of `share_attention`."""
+    """Make several ranks share each row of a model whose language model is called with whole rows: a hook replaces its
+    inputs by those of this rank's positions. The arguments are those of `share_attention`."""
     share_attention(model.language, kernel, plan, exchange, torch.clone, name)  # `ulysses` gathers nothing
     model.use_attention(name)
     model.language.register_forward_pre_hook(DivideInputs(plan.cut, model.token_keys), with_kwargs=True)
@@ -42,6 +43,8 @@ class DivideInputs:
         self.keys = keys
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of the language model for this rank's positions; unchanged if they have no packed
+        row."""
         if not has_boundaries(kwargs.get(MASK)):
             return args, kwargs
         tokens = kwargs["inputs_embeds"].shape[1]
@@ -54,9 +57,9 @@ class DivideInputs:
 def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any]:
     """Return the inputs of a language model at some positions of a row.
 
-    What an input is follows from its shape. Numbers of the tokens are [1, tokens, channels]; their positions and types
-    are ints, [..., tokens]. Features of the image tokens are [image tokens, channels], as lists or dicts of tensors; an
-    input of bools is True at these tokens, [1, tokens] or [1, tokens, channels].
+    What an input is follows from its shape and dtype. Values of each token are [1, tokens, channels]; positions and
+    types of tokens are ints, [..., tokens]. Features of the image tokens are floats, [image tokens, channels], also in
+    lists or dicts; an input of bools is True at these tokens, [1, tokens] or [1, tokens, channels].
 
     Args:
         tokens: number of tokens of the row.
@@ -71,6 +74,7 @@ def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any
     shown = masks[0].reshape(1, tokens, -1)[0, :, 0] if masks else None  # bool [tokens]
 
     def part(value: Any, name: str) -> Any:
+        """Return an input, or each one in a list or dict, at the positions of `own`. `name` is for the error."""
         if isinstance(value, dict):
             return {key: part(each, name) for key, each in value.items()}
         if isinstance(value, list | tuple):

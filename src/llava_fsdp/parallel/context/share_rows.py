@@ -27,7 +27,7 @@ def context_of(layout: RankLayout, rank: int, language: PretrainedConfig) -> Con
 
 
 def check_rows(model: Architecture, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if ranks cannot share the rows of a model."""
+    """Raise ConfigError if ranks cannot share rows (`parallel.context`) in the attention of this model."""
     if parallel.num_context == 1:
         return
     plan = plan_context(parallel.context_how, model.language_config, parallel.num_context, 0, parallel.tensor)
@@ -40,7 +40,8 @@ def check_rows(model: Architecture, parallel: ParallelConfig) -> None:
 
 
 def share_rows(model: Architecture, parallelism: Parallelism) -> None:
-    """Let the ranks of a row share its attention in the language model. Do nothing if rows are not shared."""
+    """Make the ranks that share rows compute the attention of the language model together, and log in which way. Do
+    nothing if rows are not shared."""
     mesh = parallelism.meshes.context
     if mesh is None:
         return

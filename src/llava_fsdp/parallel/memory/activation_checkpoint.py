@@ -102,6 +102,7 @@ class Unmarked(TorchDispatchMode):
     """Dispatch mode that runs the profiler's marks, and hides them from the modes that were entered before it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operation, and the profiler's marks outside of all dispatch modes."""
         if func.namespace == "profiler":
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))

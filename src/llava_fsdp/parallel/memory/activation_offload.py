@@ -78,7 +78,8 @@ class OffloadedTensor:
             self.on_device = None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the side stream, after all work that is already queued on the main stream."""
+        """Copy `source` into `to` on the side stream, after all work that is already queued on the main CUDA stream;
+        without CUDA at once."""
         if not self.owner.on_cuda:
             to.copy_(source)
             return

@@ -108,8 +108,9 @@ class DynamicBlock(ActivationWrapper):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the block once more, in the backward pass just before it is recomputed, and discard the result. So the
-        measurement needs no more memory than the recomputation, and FSDP has gathered the block's weights."""
+        """Run the block once more to measure the bytes that it would keep and its time, in the backward pass just
+        before it is recomputed; discard its result. So the measurement needs no more memory than the recomputation, and
+        FSDP has gathered the block's weights."""
         block = self._checkpoint_wrapped_module
         excluded: dict[int, int] = {}
         for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers()):
@@ -165,8 +166,9 @@ class DynamicCheckpointing:
         """None until the choice is made."""
 
     def after_step(self, skipped: bool) -> None:
-        """Let the blocks measure, or choose. To be called after each step. Collective. If the step was `skipped`, it
-        did not update the weights, and optimizer states may not exist yet."""
+        """Let the blocks measure in the first steps, and then choose which of them keep their activations. To be called
+        after each step. Collective. If the step was `skipped`, it did not update the weights, and optimizer states may
+        not exist yet."""
         if self.kept is not None:
             self.warn_of_larger()
             return
@@ -202,13 +204,14 @@ class DynamicCheckpointing:
             block.limit = kept.limits.get(number, Limit(0, 0))
 
     def state(self) -> dict[str, Any] | None:
-        """Return the choice for a checkpoint; None if it is not made yet."""
+        """Return, for a checkpoint, which blocks keep their activations; None if that is not chosen yet."""
         if self.kept is None:
             return None
         return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the choice that a checkpoint contains, if it was made on devices like those of all ranks. Collective."""
+        """Make the blocks that a checkpoint names keep their activations, if they were chosen on devices like those of
+        all ranks, and log it. Collective."""
         if set(gathered(device_of(self.world))) != {state["device"]}:
             return
         self.keep(
@@ -259,6 +262,7 @@ def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: floa
 
 
 def device_of(world: World) -> str:
+    """Return the name and the memory of this rank's device, as a text that is equal for equal devices."""
     if world.device.type != "cuda":
         return f"CPU, {read_host().usable_memory} bytes, {world.local_size} ranks"
     found = torch.cuda.get_device_properties(world.device)

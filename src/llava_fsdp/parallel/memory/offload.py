@@ -98,6 +98,7 @@ class Offload:
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            """Return the tensor that takes the place of a tensor on the meta device."""
             if tensor.device.type != "meta":
                 return tensor
             if id(tensor) not in made:  # a tied parameter is visited once for each of its names
@@ -162,6 +163,7 @@ class GradientIntoFile:
         self.place = place
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Move the gradient of a parameter into the file, unless it is there already."""
         gradient = parameter.grad
         assert gradient is not None
         if local(gradient).data_ptr() != self.place.data_ptr():

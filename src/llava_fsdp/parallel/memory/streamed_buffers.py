@@ -20,7 +20,8 @@ class DeviceStaging:
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
-        """`optimizer` has the moments, in host memory; `device` is that of its parameters."""
+        """Prepare to copy the moments of `optimizer`, which are in host memory, to `device`, that of its parameters,
+        and back."""
         self.optimizer = optimizer
         self.device = device
         self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)
@@ -35,6 +36,7 @@ class DeviceStaging:
         return sum(padded(m.numel()) * m.itemsize for m in self.optimizer.moments(piece).values())
 
     def begin(self) -> None:
+        """Begin an optimizer step: allocate the device buffers, and begin to copy the first bucket of moments."""
         two = self.optimizer.buckets[:2]
         self.buffers = [torch.empty(self.bytes, dtype=torch.uint8, device=self.device) for _ in two]
         if self.streams is not None:
@@ -65,6 +67,7 @@ class DeviceStaging:
         self.staged[number] = states
 
     def put_back(self, number: int) -> None:
+        """Begin to copy a bucket's updated moments from its device buffer to host memory."""
         with self.streams.storing(number) if self.streams is not None else nullcontext():
             for piece, state in zip(self.optimizer.buckets[number], self.staged.pop(number), strict=True):
                 for name, home in self.optimizer.moments(piece).items():
@@ -80,6 +83,8 @@ class CopyStreams:
     """Streams for copies to device buffers and back, and the events that order them with the current stream."""
 
     def __init__(self, device: torch.device):
+        """Create for each direction a stream and, for each of the two device buffers, an event that its copies
+        record."""
         self.device = device
         self.inward = torch.cuda.Stream(device)
         self.outward = torch.cuda.Stream(device)
@@ -92,7 +97,8 @@ class CopyStreams:
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Context manager that runs copies to the device once what used this buffer before is on the host."""
+        """Context manager that runs copies of a bucket to the device, once the bucket that used the same buffer before
+        is on the host again."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -120,7 +126,8 @@ class FileStaging:
     """Updates moments in memory-mapped files: while one bucket is updated, a thread reads the next one from disk."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """`others` are the mapped files of parameters and gradients, which are read ahead and released, too."""
+        """Take an optimizer whose moments are in a mapped file. `others` are the mapped files of parameters and
+        gradients, which are read ahead and released, too."""
         self.optimizer = optimizer
         self.arenas = [optimizer.arena, *others]
         self.thread = ThreadPoolExecutor(1, "offload")
@@ -130,6 +137,8 @@ class FileStaging:
         self.ahead = self.thread.submit(self.each, 0, Arena.fetch)
 
     def fetch(self, number: int) -> list[State]:
+        """Return the moments of each piece of a bucket, once they are read, and begin to read the next bucket from
+        disk."""
         assert self.ahead is not None
         self.ahead.result()
         self.ahead = self.thread.submit(self.each, number + 1, Arena.fetch)

@@ -37,7 +37,8 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece of a gradient or moment that is sharded like the parameter."""
+        """Return a view of this piece, elements [begin, end), of this rank's flattened shard of a gradient or moment,
+        which is sharded like the parameter."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]
@@ -162,7 +163,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out what an optimizer keeps for parameters of the dtype and device of `example`, by a step with two zeros.
+    """Find out what an optimizer keeps for parameters of the dtype and device of `example`, by a step on a parameter of
+    two zeros.
 
     Raises:
         ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.
@@ -190,7 +192,8 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 def split_into_buckets(
     groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Yield buckets of pieces with at most `bucket_bytes` bytes of moments, `item_sizes[dtype]` for each element."""
+    """Yield buckets: lists of consecutive pieces of parameters whose moments have at most `bucket_bytes` bytes
+    together, `item_sizes[dtype]` for each element."""
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):

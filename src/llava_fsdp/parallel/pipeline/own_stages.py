@@ -65,8 +65,9 @@ class OwnStages:
 def plan_own_stages(
     model: Architecture, cfg: Config, parallelism: Parallelism, counts: Sequence[float] | None
 ) -> OwnStages | None:
-    """Divide a whole model, which is on the meta device, into stages; None without `parallel.pipeline`. `counts`: mean
-    number of tokens, pairs of tokens that attend, labels and tiles of a sample; None without `parallel.pipeline`."""
+    """Plan how a whole model, which is on the meta device, is divided into stages, and log the plan. Return it with the
+    stages of this rank; None without `parallel.pipeline`. `counts`: mean number of tokens, pairs of tokens that attend,
+    labels and tiles of a sample; None without `parallel.pipeline`."""
     if parallelism.meshes.pipeline is None:
         return None
     assert counts is not None, "stages are planned from the sizes of samples"
@@ -76,7 +77,8 @@ def plan_own_stages(
 
 
 def trained_elsewhere(pipeline: Pipeline, masters: MasterWeights) -> dict[str, Elsewhere]:
-    """Return the trained parameters that this rank does not have, by name. Collective: all ranks must call it."""
+    """Return the trained parameters that this rank does not have, by name, with the number of the group of ranks that
+    has each. Collective: all ranks must call it."""
     index = pipeline.place.index
     own = {name: Elsewhere(index, p.dtype, tuple(p.shape)) for name, p in masters.named.items()}
     found = gather_lists([own if pipeline.equal_ranks[0] == 0 else {}])  # one rank of each group tells its parameters

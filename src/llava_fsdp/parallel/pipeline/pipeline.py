@@ -126,7 +126,8 @@ class PackedStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run micro-batch `kwargs["number"]` forward. The first argument, if any, is the stage before's output."""
+        """Run this stage forward on micro-batch `kwargs["number"]`; torch's schedules call this. The first argument, if
+        any, is the output of the stage before."""
         assert self.work is not None
         hidden = args[0] if args else None
         if self.has_run:
@@ -178,7 +179,7 @@ class PackedStage(PipelineStage):
 
 
 def meta_of(shape: Sequence[int], dtype: torch.dtype) -> _utils._TensorMeta:
-    """Describe contiguous hidden states of a shape and dtype."""
+    """Describe contiguous hidden states of a shape and dtype, as torch's pipeline stages keep such descriptions."""
     strides = torch.empty(shape, device="meta").stride()
     return _utils._TensorMeta(shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=True)
 
@@ -315,7 +316,7 @@ class Pipeline:
     def gather_in_stage(self, items: list[Any]) -> list[Any]:
         """Return the lists of the ranks with the same stages, concatenated in the order of ranks. Collective: all of
         these ranks must call it."""
-        values: list[Any] = [None] * self.equal_ranks[1]
+        values: list[Any] = [None] * self.equal_ranks[1]  # one for each of these ranks
         dist.all_gather_object(values, items, group=self.stage_group)
         return [item for of_rank in values for item in of_rank]
 
@@ -327,7 +328,7 @@ class Pipeline:
             value: the tensor; None on ranks that do not have it.
             elsewhere: on ranks that do not have the tensor, its group, dtype and shape; else None.
         """
-        is_first = self.equal_ranks[0] == 0
+        is_first = self.equal_ranks[0] == 0  # the first of the ranks with the same stages
         if value is not None:
             if self.place.index > 0 and is_first:
                 dist.send(value.contiguous(), group=self.group, group_dst=0)

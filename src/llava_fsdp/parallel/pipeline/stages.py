@@ -31,7 +31,8 @@ class Passed(nn.Module):
     """Takes the place of a module that another stage runs; returns its first argument."""
 
     def __init__(self, replaced: nn.Module, calls: list[str] | None = None, name: str = ""):
-        """Create the replacement of a module. `calls` is a list to which `name` is added at each call."""
+        """Create the replacement of a module that another stage runs. At each call `name` is added to the list `calls`,
+        if that is given."""
         super().__init__()
         self.calls, self.name = calls, name
         if hasattr(replaced, "attention_type"):  # some models read it from their blocks
@@ -166,8 +167,8 @@ class Children:
 
 
 def children_of(language: nn.Module) -> Children | None:
-    """Return the names of the children of one of transformers' language models; None if its blocks or its embeddings
-    are not among them."""
+    """Return the names under which one of transformers' language models holds its blocks, its embeddings and its other
+    modules with weights; None if the blocks or the embeddings are inside another module."""
     stack, embeddings = find_blocks(language), embeddings_of(language)
     found = {child: name for name, child in language.named_children()}
     if stack not in found or embeddings not in found:

@@ -24,7 +24,7 @@ LARGEST = torch.finfo(FP8).max
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ConfigError if this machine cannot multiply matrices in fp8. Which GPUs of AMD can is not checked."""
+    """Raise ConfigError if this machine cannot multiply matrices in fp8. Whether an AMD GPU can is not checked."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)

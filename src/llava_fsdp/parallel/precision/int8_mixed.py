@@ -63,12 +63,15 @@ class Int8Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, padded_to: int) -> torch.Tensor:
+        """Return `x` (tokens, in) times the transpose of `weight` (out, in), cast to int8 and padded for the
+        product."""
         ctx.save_for_backward(x, weight)
         ctx.padded_to = padded_to
         return int8_product(padded(x, padded_to), weight.T)[: len(x)]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """Return the gradients of `x` and of `weight`, each a product in int8; None where none is needed."""
         x, weight = ctx.saved_tensors
         grad = padded(grad, ctx.padded_to)
         of_x = int8_product(grad, weight)[: len(x)] if ctx.needs_input_grad[0] else None
@@ -76,7 +79,7 @@ class Int8Products(torch.autograd.Function):
 
 
 def padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return a matrix with zeros after its last row, so that the number of its rows is a multiple."""
+    """Return a matrix with zeros after its last row, so that the number of its rows is a multiple of `multiple`."""
     return nn.functional.pad(rows, (0, 0, 0, -len(rows) % multiple)) if multiple > 1 else rows
 
 
@@ -98,6 +101,7 @@ class Int8Linear(nn.Linear):
     """The input is padded with zeros to a multiple of this many tokens."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the layer in int8, [..., in] -> [..., out]. A single token is multiplied in the weight's dtype."""
         tokens = input.numel() // self.in_features
         if tokens == 1:
             return super().forward(input)

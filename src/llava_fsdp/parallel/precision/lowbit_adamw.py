@@ -58,6 +58,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         seed: int,
         compiled: bool = False,
     ):
+        """Take the settings of AdamW, the dtype in which moments are stored, and the seed of the stochastic rounding to
+        bf16. `compiled`: whether torch.compile makes the kernels that convert int8 moments to fp32 and back."""
         super().__init__(groups, {"betas": betas, "eps": eps})
         self.moments = moments
         self.seed = seed
@@ -155,6 +157,8 @@ class StoredMoment:
     """This rank's rows of one of AdamW's moments as it is stored: fp32, bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str, conversions: Conversions):
+        """Take the moment `name` from a parameter's optimizer state. `conversions`: functions from int8 codes to fp32
+        and back."""
         self.from_codes, self.into_codes = conversions
         self.values = as_rows(state[name])
         self.scales = local(state[name + SCALE]) if name + SCALE in state else None
@@ -163,13 +167,15 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Return rows in fp32. Of a moment in fp32 they are a view, whose update changes the stored one."""
+        """Return rows of the moment in fp32. If it is stored in fp32 they are a view, whose update changes what is
+        stored."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return self.from_codes(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
-        """Store fp32 values, which are overwritten, as rows. Stochastic rounding to bf16 draws from `generator`."""
+        """Store fp32 values, which are overwritten, as `rows` of the moment. Stochastic rounding to bf16 draws from
+        `generator`."""
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
         else:
@@ -220,7 +226,7 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def requantise(value: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> None:
-    """Overwrite codes and scales with those that `quantise` returns."""
+    """Quantise fp32 values as `quantise` does, and overwrite `codes` and `scales` with the result."""
     new_codes, new_scales = quantise(value, map_)
     codes.copy_(new_codes)
     scales.copy_(new_scales)

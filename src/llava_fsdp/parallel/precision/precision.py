@@ -122,6 +122,7 @@ class GradientInto:
         self.add = add
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Add the gradient of a copy to that of its master weight, in the master dtype, and free it."""
         assert parameter.grad is not None
         if self.master.grad is None:
             self.master.grad = parameter.grad.to(self.master.dtype)
@@ -152,6 +153,7 @@ def gradient_adder(compiled: bool) -> Callable[[torch.Tensor, torch.Tensor], Non
     kernel = torch.compile(add)
 
     def add_whole(total: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add with the compiled kernel if it fits the tensors, else with torch's."""
         if total.numel() % COLUMNS == 0 and total.is_contiguous() and gradient.is_contiguous():
             kernel(total.view(-1, COLUMNS), gradient.view(-1, COLUMNS))
         else:

@@ -37,7 +37,9 @@ class Traffic:
         self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
 
     def add(self, kind: str, payload: int, ranks: int) -> None:
-        """Count one collective of so many ranks. `payload` is the bytes of the whole tensor."""
+        """Count one collective of a kind, such as `all_gather`, between so many ranks. `payload` is the bytes of the
+        whole tensor. A rank sends (ranks - 1) / ranks of them in a ring algorithm, and twice that for an all-reduce;
+        `send` sends all of them, `receive` none."""
         if ranks < 2:
             return
         passes = {"all_reduce": 2, "receive": 0}.get(kind, 1)

@@ -80,7 +80,8 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return `gathered` on rank 0, and an empty list on the other ranks. Collective."""
+    """Return the values of all ranks, which can be pickled, in rank order on rank 0; an empty list on the other ranks.
+    Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -89,7 +90,8 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """Convert an error to its class and message, which can be sent to the other ranks."""
+    """Return the class and message of an error, which can be sent to the other ranks. An error that is not one of this
+    package becomes a CheckpointError, whose message begins with `failing`."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):

@@ -34,9 +34,9 @@ CURE = (
 
 
 def meet(rank: int, size: int, until: float) -> dist.Store:
-    """Wait, at most until the time `until` (of `time.monotonic`), for all ranks to come to the store, and return it.
-    Its keys have a prefix that is new after every restart, because torchrun's store outlives a restart and contains the
-    addresses of dead ranks (pytorch#135712).
+    """Wait, at most until the time `until` (of `time.monotonic`), for all ranks of a run to come to a common store, and
+    return the store. Its keys have a prefix that is new after every restart, because torchrun's store outlives a
+    restart and contains the addresses of dead ranks (pytorch#135712).
 
     In torchrun's store the prefix is the number of restarts; a store that rank 0 opens is new at every start. Each node
     counts its own restarts, so that the numbers differ if nodes come and go. In that case torchrun must use a new store
@@ -61,7 +61,8 @@ def uses_agent_store() -> bool:
 
 
 def open_store(rank: int, until: float) -> dist.Store:
-    """Connect to the store before the time `until` (of `time.monotonic`). Rank 0 also starts it, unless torchrun does.
+    """Connect to the store in which the ranks of a run meet, before the time `until` (of `time.monotonic`). Rank 0 also
+    starts it, unless torchrun does.
 
     Raises:
         CommunicationError: the store cannot be reached, or its port is in use.
@@ -103,7 +104,8 @@ def open_store(rank: int, until: float) -> dist.Store:
 
 
 def await_port(host: str, port: int, rank: int, until: float) -> None:
-    """Wait until a connection can be made. Raises CommunicationError if that takes until `until` (`time.monotonic`)."""
+    """Wait until the store of the ranks accepts connections at its port, and log now and then that it does not yet.
+    Raises CommunicationError if that takes until `until` (`time.monotonic`)."""
     told = time.monotonic()
     while True:
         try:
@@ -131,6 +133,7 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
     """
     own = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
     try:
+        # each returns what is stored then: the text of the process that was first
         first = store.compare_set("size", "", f"{size} ranks says {own}").decode()
         holder = store.compare_set(key_of(rank), "", own).decode()
         if first.partition(" ")[0] != str(size):
@@ -183,7 +186,8 @@ def await_readers(store: dist.Store) -> None:
 
 
 def ended_ranks(store: dist.Store, size: int) -> list[tuple[int, str]]:
-    """Return the numbers and names of ranks on this machine whose processes have ended after they came to the store."""
+    """Return the numbers and names, such as `rank 3 (process 17 on HOST)`, of ranks on this machine whose processes
+    have ended after they came to the store."""
     ended = []
     for rank in range(size):
         name = store.get(key_of(rank)).decode()

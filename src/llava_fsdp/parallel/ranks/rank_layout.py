@@ -76,9 +76,9 @@ class RankLayout:
         return self.size // self.ranks_per_loss
 
     def row_group(self, rank: int) -> Share:
-        """Return the group of a rank among the groups that process different rows. The ranks of a group are
-        `parallel.context` times `parallel.tensor` consecutive ranks of each of the `parallel.pipeline` parts of all
-        ranks.
+        """Return the number of a rank's group among the groups that process different rows, and the number of these
+        groups. A group has `parallel.context` times `parallel.tensor` consecutive ranks in each of the
+        `parallel.pipeline` equal parts of all ranks.
 
         Raises:
             ConfigError: `parallel.context`, `parallel.tensor` or `parallel.pipeline` does not divide the number of

@@ -149,6 +149,7 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
     equal differ, each rank sends the checksum of every tensor. `gather`: takes this rank's list, and returns the lists
     of all ranks, concatenated in rank order."""
     totals = gather([own.totals])
+    # nothing differs if all ranks of a shard number have the same first total, and all ranks the same second one
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
         if len({total for *_, total in totals}) == 1:
             return []
@@ -176,8 +177,8 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
     """Return the ranks whose checksum differs from that of the majority, or all ranks if there is no majority; None if
-    all checksums are equal. `values`: rank ->
-    checksum of the tensor on this rank; None if the rank does not have the tensor."""
+    all checksums are equal. `values`: rank -> checksum of the tensor on this rank; None if the rank does not have the
+    tensor."""
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
         return None
@@ -201,7 +202,8 @@ def sharded_norm(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) 
 
 
 def same_on_every_rank(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) -> torch.Tensor:
-    """Return `sharded_norm`, with the same bits on all ranks. Collective.
+    """Return the norm of several sharded gradients together (`sharded_norm`), with the same bits on all ranks.
+    Collective.
 
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.

@@ -13,12 +13,14 @@ from llava_fsdp.parallel.tensor.tensor_plan import divide_dropout, tensor_plan
 
 
 def cuts_of(model: Architecture, parallelism: Parallelism) -> dict[str, Cut]:
-    """Return how the layers of a whole model are divided, by name; empty if they are not."""
+    """Return how the layers of a whole model are divided among ranks (`parallel.tensor`), by name; empty if they are
+    not."""
     return tensor_plan(model, parallelism.layer_parts) if parallelism.meshes.tensor is not None else {}
 
 
 def divide_layers(model: Architecture, plan: Mapping[str, Cut], parallelism: Parallelism, chunk_tokens: int) -> None:
-    """Divide the layers of a meta-device model among ranks, in place. Do nothing if layers are whole.
+    """Divide the layers of a meta-device model among ranks, in place, and replace its loss by one for a divided
+    vocabulary. Do nothing if layers are whole.
 
     Args:
         plan: how the whole model is divided; the model may be a part of it.

@@ -24,8 +24,9 @@ BY_INPUTS = (Cut.ROWWISE, Cut.ROWWISE_SPLIT)
 def cut_model(
     model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, chains: Sequence[Sequence[nn.Module]]
 ) -> None:
-    """Divide the weights of a meta-device model among the ranks of a one-dimensional mesh, and the positions between
-    its layers, in place. `requires_grad` must be set. Tied parameters stay tied.
+    """Divide the weights of a meta-device model among the ranks of a one-dimensional mesh, in place. Also register
+    hooks that divide the positions of hidden states between its layers. `requires_grad` must be set. Tied parameters
+    stay tied.
 
     Args:
         plan: full name of a module or parameter -> how it is divided.
@@ -95,7 +96,8 @@ class Positions:
         """Number of positions of the rows that the current block processes."""
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's positions of what is the same on all ranks. The gradient of the whole is gathered."""
+        """Return this rank's positions of hidden states that are the same on all ranks: [rows, positions, channels] ->
+        [rows, own positions, channels]. The gradients of the ranks' positions are gathered."""
         found = DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
         return found.redistribute(placements=[Shard(1)]).to_local()
 
@@ -108,9 +110,10 @@ class Positions:
         return with_summed_gradient(whole, self.mesh)
 
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all positions twice. The first tensor is for code that every rank runs alike: its gradient is taken as
-        equal on all ranks. The second is for layers that are divided by outputs: each rank's gradient is a part, and
-        the parts are summed."""
+        """Gather the hidden states of all positions, [rows, own positions, channels] -> [rows, positions, channels],
+        and return them twice. The first tensor is for code that every rank runs alike: its gradient is taken as equal
+        on all ranks. The second is for layers that are divided by outputs: each rank's gradient is a part, and the
+        parts are summed."""
         shape = torch.Size((own.shape[0], self.length, own.shape[2]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
@@ -133,8 +136,8 @@ class Positions:
 def divide_positions(
     positions: Positions, chains: Sequence[Sequence[nn.Module]], parents: Mapping[nn.Module, Sequence[nn.Module]]
 ) -> None:
-    """Register hooks that divide the positions before the first of consecutive blocks, gather them for the modules that
-    need all, and gather them behind the last block.
+    """Register hooks that divide the positions of hidden states among ranks before the first of consecutive blocks,
+    gather them for the modules that need all (attention, MLP), and gather them behind the last block.
 
     Args:
         chains: the language model's blocks, in lists of consecutive ones.
@@ -187,7 +190,8 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
 
 
 def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace some parameters by DTensors with the given placements, by name."""
+    """Replace parameters of a module by DTensors. `placements`: name of the parameter -> how it is placed on the
+    mesh."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -195,8 +199,9 @@ def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMe
 
 
 def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace parameters by DTensors with the given placements, by name, and let the module's forward pass see this
-    rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed over them."""
+    """Replace parameters of a module by DTensors with the given placements, by name, and let its forward pass see this
+    rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed over the
+    ranks."""
     place(module, placements, mesh)
 
     def before(module: nn.Module, args: object) -> None:
@@ -219,7 +224,7 @@ def with_summed_gradient(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_gradient: bool) -> None:
-    """Divide the outputs of a linear layer, whose input is the same on all ranks, and gather them if `is_gathered`.
+    """Divide the outputs of a linear layer among ranks, which have the same input, and gather them if `is_gathered`.
     `sums_gradient`: whether to sum the gradient of the input, of which each rank computes a part. Adapters need this;
     for other layers, `GatheredInput` sums it once for all layers of a module."""
     assert isinstance(module, nn.Linear)
@@ -231,10 +236,12 @@ def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_
 
 
 def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
-    """Register a hook that returns all outputs of a layer whose outputs are divided. A scalar is returned unchanged."""
+    """Register a hook that gathers all outputs of a layer whose outputs are divided. A scalar, a loss, is left as it
+    is."""
     outputs = module.out_features
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        """Gather the outputs of all ranks, unless the output is a scalar."""
         if not output.ndim:
             return output
         shape = torch.Size((*output.shape[:-1], outputs))
@@ -256,6 +263,7 @@ def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> Non
         place(module, {"bias": Replicate()}, mesh)
 
     def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Hide the bias, and take this rank's channels of the input if every rank has all of them."""
         module.__dict__["bias"] = None  # hides the parameter, which would be added once by every rank
         if not takes_whole:
             return args
@@ -263,6 +271,7 @@ def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> Non
         return (whole.redistribute(placements=[Shard(args[0].ndim - 1)]).to_local(), *args[1:])
 
     def add(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        """Sum the outputs over the ranks, keep this rank's positions, and add the bias to them."""
         assert output.ndim == 3, "the second dimension is divided, which must be the positions"
         parts = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         own = awaited(parts.redistribute(placements=[Shard(1)]).to_local())

@@ -82,8 +82,9 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
-    """Return the style of the weights of the module `name`, which holds the router and the experts of a layer: SUMMED
-    for all but the experts, which are left out, as they are divided by `parallel.expert` instead.
+    """Return how the weights of the module `name`, which holds the router and the experts of a layer, are divided:
+    SUMMED (whole on every rank, which computes a part of the gradient) for all but the experts. These are left out, as
+    they are divided by `parallel.expert` instead.
 
     Raises:
         ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
@@ -155,8 +156,8 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
 
 
 def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
-    """Raise ConfigError if a module is not of a kind that its style divides, or has a size that cannot be divided
-    evenly although what it computes stays divided."""
+    """Raise ConfigError if a module is not of a kind that its style divides, or if the outputs (COLWISE) or inputs
+    (ROWWISE) of a linear layer, which stay divided between layers, cannot be divided evenly."""
     if style is Cut.SUMMED:
         return
     linear = getattr(module, "base_layer", module)
@@ -180,7 +181,8 @@ def check_vocabulary(vocabulary: int, size: int) -> None:
 
 def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     """Return how a module and its LoRA adapter are divided. The adapter's matrix on the divided side of the layer is
-    divided like it. The other is whole on every rank; behind a sum, it gets the rank's own positions."""
+    divided like it. The other is whole on every rank; behind a sum (ROWWISE) it gets the rank's own positions alone, so
+    that its gradient is summed."""
     if not hasattr(module, "base_layer"):
         return {name: style}
     found = {f"{name}.base_layer": style}
@@ -227,8 +229,8 @@ def between_layers(
 
 
 def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int) -> None:
-    """Raise ConfigError for a weight that the plan does not mention beside layers that divide data: each rank would
-    compute only a part of its gradient. `prefix` is that of the language model's names in the plan."""
+    """Raise ConfigError if the plan does not mention a weight of a module some of whose layers it divides: each rank
+    would compute only a part of its gradient. `prefix` is that of the language model's names in the plan."""
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }
@@ -247,7 +249,8 @@ def owner(name: str) -> str:
 
 
 def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
-    """Tell the dropout of divided adapters which channels rank `index` has, so that it draws a single rank's masks."""
+    """Tell the dropout of divided adapters which channels rank `index` has, so that its masks are those of a single
+    rank."""
     for name, cut in plan.items():
         if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
             layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))
