@@ -101,7 +101,7 @@ def scores_of(model: Answerer, pairs: Sequence[Pair], size: int, what: str, blan
         for start in range(0, len(pairs), size):
             batch = pairs[start : start + size]
             scores = model.scores(batch, blank)
-            found += [PairScore(*own) for own in zip(scores[::2], scores[1::2], strict=True)]
+            found += [PairScore(better, worse) for better, worse in zip(scores[::2], scores[1::2], strict=True)]
             advance(len(batch))
     return found
 
