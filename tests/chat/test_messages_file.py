@@ -108,6 +108,7 @@ WRONG = {
     "two questions": ({"messages": [{"role": "user", "content": "a"}] * 2}, Kind.wrong_roles),
     "a tag too many": ({"image": "0.png", "messages": [{"role": "user", "content": "<image> <image>"}]},
                        Kind.image_count),
+    "no such image": ({"image": "none.png", "messages": [{"role": "user", "content": "<image>"}]}, Kind.image_missing),
     "an address": ({"image": "http://a.b/c.png", "messages": [{"role": "user", "content": "a"}]}, Kind.url),
     "another folder": ({"image": "../0.png", "messages": [{"role": "user", "content": "a"}]}, Kind.path_outside),
     "sound": ({"audio": "a.wav", "messages": [{"role": "user", "content": "a"}]}, Kind.media_not_read),

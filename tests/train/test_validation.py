@@ -147,6 +147,10 @@ def test_numbers_are_those_of_transformers(
     right = [own["answer"].strip().lower() == own["references"][0].strip().lower() for own in row["answers"]]
     assert [own["score"] for own in row["answers"]] == right and row["score"] == sum(right) / 34
     assert row["metric"] == "exact" and row["seconds"] > 0
+    same_text = {own["question"]: [] for own in row["answers"]}
+    for own in row["answers"]:
+        same_text[own["question"]].append(own["references"][0].strip().lower())
+    assert row["blind_guess"] == sum(max(map(own.count, own)) for own in same_text.values()) / 34
     with_image = [own for own in row["answers"] if own["picture"]]
     assert len(with_image) > 20 and all(Path(own["picture"]).is_absolute() for own in with_image)
     assert all(Path(own["picture"]).is_file() and "<image>" not in own["question"] for own in with_image)

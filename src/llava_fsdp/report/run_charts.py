@@ -103,6 +103,9 @@ def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[
         for n, name in enumerate(names, start=1):
             lines.append(Line(name, values_of(rows, of_source(name, "loss")), n, True))
             scores.append(Line(name, values_of(rows, of_source(name, "score")), n, True))
+    guesses = values_of(rows, lambda row: row.get("blind_guess"))
+    if guesses:
+        scores.append(Line("best guess without images", guesses, len(names) + 1, True))
     yield Chart("Validation loss", lines, "a label token", logs=True, marks=marks)
     metric = next((str(row["metric"]) for row in rows if row.get("metric")), "")
     yield Chart("Validation score", scores, metric, marks=marks)

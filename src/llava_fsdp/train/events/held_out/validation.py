@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,8 @@ class Validation(RunEvents):
             answer_rows.append({"source": names[question.source], **answer_row(question, answer)})
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
         row["metric"] = self.metric.name if questions else None
+        if questions and self.metric.name == Metric.exact.value:
+            row["blind_guess"] = blind_guess([own.question for own in questions], [own.reference for own in questions])
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
         cut = sum(answer.is_thought_cut for answer in answers)  # these ended within their reasoning
         if cut:
@@ -228,6 +232,15 @@ def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]]
         "seconds": seconds,
         "answers": [],
     }
+
+
+def blind_guess(questions: Sequence[str], answers: Sequence[str]) -> float:
+    """Return the share of questions that are answered exactly if each gets the answer that is right most often among
+    those of the same text: what a model reaches that does not look at its images."""
+    counts: dict[str, Counter[str]] = {}
+    for question, answer in zip(questions, answers, strict=True):
+        counts.setdefault(question, Counter())[answer.strip().lower()] += 1
+    return sum(max(own.values()) for own in counts.values()) / len(questions)
 
 
 def score_row(scores: list[float]) -> dict[str, Any]:
@@ -264,6 +277,8 @@ def line_of(row: dict[str, Any]) -> str:
     if row["score"] is not None:
         kind = TITLES.get(row["metric"], row["metric"])
         text += f", {kind} {row['score']:.1%} of {row['questions']} questions"
+        if row.get("blind_guess") is not None:
+            text += f" (the best guess without images: {row['blind_guess']:.1%})"
         if len(row["sources"]) > 1:
             asked = {name: own for name, own in row["sources"].items() if own["questions"]}
             scores = [f"{name} {own['score']:.1%} of {own['questions']}" for name, own in asked.items()]
