@@ -92,6 +92,8 @@ class Committer:
     adapter_folder: AdapterCopy | None = None
     undamaged: set[str] = field(default_factory=set)
     """Names of the checkpoints that this process has written or verified."""
+    best: int | None = None
+    """Step of the checkpoint that is not deleted because its validation is the best; None if none is known."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
         """Write one checkpoint and return its folder. Collective. (`reached_point` is for tests, which end the process
@@ -189,7 +191,7 @@ class Committer:
         self.reached_point("pointed")
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        delete_old(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_undamaged, self.reached_point)
+        delete_old(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_undamaged, self.reached_point, self.best)
         self.undamaged &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterCopy, checkpoint: Checkpoint) -> dict[str, Digest]:

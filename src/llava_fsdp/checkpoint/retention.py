@@ -9,11 +9,13 @@ from pathlib import Path
 
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files.durable_files import replace_file, sync_folder
-from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
+from llava_fsdp.runtime.files.run_dir import FOLDER, folder_name, list_checkpoints, step_of
 from llava_fsdp.runtime.text.log import log
 
 POINTER = "latest"
 """Name of a file with the name of the newest checkpoint, for people and scripts. llava_fsdp does not read it."""
+BEST = "best"
+"""Name of a file with the name of the checkpoint that has the best validation (`checkpoint.best`)."""
 STAGED = ".tmp"
 """Ending of the name of a checkpoint's folder that is not complete yet, or that is being deleted."""
 REPLACED = ".replaced.tmp"
@@ -23,6 +25,27 @@ REPLACED = ".replaced.tmp"
 def write_latest(folder: Path) -> None:
     """Write the name of the newest checkpoint into the file `latest` beside it."""
     replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
+
+
+def write_best(parent: Path, step: int | None) -> None:
+    """Write the name of the checkpoint of step `step` into the file `best` among the checkpoints; None: remove it."""
+    if step is None:
+        (parent / BEST).unlink(missing_ok=True)
+    else:
+        replace_file(parent / BEST, folder_name(step).encode() + b"\n", 0o600, durable=True)
+
+
+def best_checkpoint(run: Path) -> Path:
+    """Return the folder of the checkpoint with the best validation of a run. Raise CheckpointError if there is none."""
+    pointer = run / FOLDER / BEST
+    if not pointer.is_file():
+        raise CheckpointError(
+            f"{run} keeps no best checkpoint ({pointer} does not exist): train with checkpoint.best=loss or score"
+        )
+    folder = pointer.with_name(pointer.read_text(errors="replace").strip())
+    if step_of(folder) is None or not folder.is_dir():
+        raise CheckpointError(f"{pointer} names {folder.name}, which is no checkpoint of {run}; give one as source")
+    return folder
 
 
 def delete(folder: Path) -> None:
@@ -61,16 +84,17 @@ def delete_old(
     keep_every: int | None,
     is_undamaged: Callable[[Path], bool],
     reached_point: Callable[[str], None],
+    best: int | None = None,
 ) -> None:
     """Delete old checkpoints. These are kept: the newest `keep` undamaged checkpoints, all damaged checkpoints that are
-    newer than the oldest of them, and those at multiples of `keep_every` steps, if it is set. After each deletion
-    `reached_point` is called with "one deleted", for tests, which end the process there."""
+    newer than the oldest of them, that of step `best`, and those at multiples of `keep_every` steps, if it is set.
+    After each deletion `reached_point` is called with "one deleted", for tests, which end the process there."""
     undamaged = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)
         assert step is not None
         if undamaged >= keep:
-            if keep_every is None or step % keep_every:
+            if step != best and (keep_every is None or step % keep_every):
                 delete(folder)
                 reached_point("one deleted")
         elif is_undamaged(folder):

@@ -57,6 +57,7 @@ from llava_fsdp.config.keys.enums import (
     AspectRatio,
     Attention,
     BadRecords,
+    BestBy,
     CompatName,
     ContextHow,
     Devices,
@@ -98,6 +99,7 @@ from llava_fsdp.config.keys.enums import (
     Thoughts,
     TooLong,
     WandbMode,
+    Which,
 )
 from llava_fsdp.config.keys.model import LoraConfig, ModelConfig, QuantizeConfig, part_and_blocks
 from llava_fsdp.config.keys.train import (

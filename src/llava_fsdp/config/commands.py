@@ -15,6 +15,7 @@ from llava_fsdp.config.keys.enums import (
     ShownThoughts,
     SweepMetric,
     Task,
+    Which,
 )
 from llava_fsdp.config.rules import Config
 from llava_fsdp.runtime.errors import ConfigError
@@ -279,5 +280,7 @@ class ConversionConfig:
     """How images are fitted into the square input of the vision tower; null: the same as in the source."""
     overwrite: bool
     """Whether to replace an existing model folder at `to`."""
+    which: Which = Which.last
+    """If `source` is a run: the step whose weights are exported; best needs checkpoint.best in the run."""
     verify: bool
     """Whether to load the written model and compare its logits with the source's."""

@@ -8,6 +8,7 @@ from llava_fsdp.config.keys.enums import (
     Answers,
     AspectRatio,
     Attention,
+    BestBy,
     DType,
     LabelWeights,
     LinearKind,
@@ -28,6 +29,7 @@ from llava_fsdp.config.keys.enums import (
     Strategy,
     Thoughts,
     TooLong,
+    Which,
 )
 from llava_fsdp.config.keys.train import PrefConfig, TrainingKeys
 from llava_fsdp.runtime.errors import ConfigError
@@ -57,6 +59,7 @@ def check_training(cfg: TrainingKeys) -> None:
     check_anyres(cfg)
     check_export(cfg)
     check_pairs(cfg)
+    check_best(cfg)
 
 
 def check_packing(cfg: TrainingKeys) -> None:
@@ -336,6 +339,25 @@ def check_export(cfg: TrainingKeys) -> None:
             f"could not be exported; choose mlp2x_gelu, or set {cure}. llava-fsdp export can later write the whole "
             "model with format=llava if its language model is a Llama, or the projector alone with format=projector"
         )
+
+
+def check_best(cfg: TrainingKeys) -> None:
+    """Raise ConfigError if the best checkpoint is asked for, and no validation tells which it is."""
+    best = cfg.checkpoint.best
+    if best is None:
+        if cfg.val.patience is not None:
+            raise ConfigError(
+                f"val.patience={cfg.val.patience} needs a number to compare: checkpoint.best=loss or score"
+            )
+        if cfg.export.which is Which.best:
+            raise ConfigError("export.which=best needs a number to compare: checkpoint.best=loss or score")
+        return
+    if cfg.val.every is None:
+        raise ConfigError(f"checkpoint.best={best.value} compares validations; set val.every=STEPS")
+    if best is BestBy.score and not cfg.val.answers:
+        raise ConfigError("checkpoint.best=score compares answers, and val.answers=0; raise it, or set best=loss")
+    if best in (BestBy.accuracy, BestBy.margin) and not cfg.data.pairs:
+        raise ConfigError(f"checkpoint.best={best.value} is for pairs, and data.pairs=false; set loss or score")
 
 
 def check_pairs(cfg: TrainingKeys) -> None:

@@ -6,11 +6,13 @@ LLaVA, or the projector file of the original LLaVA.
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptDType
+from llava_fsdp.checkpoint.retention import best_checkpoint
+from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptDType, Which
 from llava_fsdp.data.text.chat_template.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.export.check_folders import accept
@@ -55,11 +57,11 @@ def export(cfg: ConversionConfig) -> Path:
     if cfg.to is None:
         raise ConfigError("to is not set; give the folder to write on the command line: to=FOLDER")
     if cfg.template != AUTO and not is_own(cfg.template):
-        template(cfg.template)
+        template(cfg.template)  # raises the error for a template that does not exist
     final = Path(cfg.to).resolve()
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)
-    opened = open_source(cfg)
+    opened = open_source(with_best(cfg))
     # adapters that are written beside their base; others are merged into it
     apart = opened.adapted if cfg.format is FolderFormat.peft else None
     if cfg.format is FolderFormat.peft and apart is None:
@@ -86,6 +88,12 @@ def export(cfg: ConversionConfig) -> Path:
     publish_folder(staged, final)
     report(opened, final, cfg)
     return final
+
+
+def with_best(cfg: ConversionConfig) -> ConversionConfig:
+    """Return the configuration with the best checkpoint of the run as its source, if `which=best`. Raise
+    CheckpointError if the run keeps none."""
+    return replace(cfg, source=str(best_checkpoint(Path(cfg.source)))) if cfg.which is Which.best else cfg
 
 
 def prove_written(

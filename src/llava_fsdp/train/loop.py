@@ -52,7 +52,7 @@ def fit(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog | 
             log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
         steps = state.loader.steps_from(state.step, watchdog.wants_stop)  # a variable, so that its workers stay alive
         with explained_step_errors(state, watchdog):
-            while (step := next_step(steps)) is not NO_MORE_STEPS:
+            while not state.ends_early and (step := next_step(steps)) is not NO_MORE_STEPS:
                 data_seconds = time.perf_counter() - began_at
                 watchdog.at(Phase.AGREEING)
                 events.before_step()

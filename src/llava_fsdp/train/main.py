@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import AUTO, Config, DType, Format, PairReference
+from llava_fsdp.config import AUTO, Config, DType, Format, PairReference, Which
 from llava_fsdp.config.command_line.tree import tree_of
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.images.preprocess import ImageReader
@@ -36,7 +36,7 @@ from llava_fsdp.runtime.process.watchdog import Watchdog, WatchedRun
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export
 from llava_fsdp.train.checkpoints.replica_check import check_replicas
-from llava_fsdp.train.checkpoints.resume import continues, recorded_dtype, resume
+from llava_fsdp.train.checkpoints.resume import continues, load_best, recorded_dtype, resume
 from llava_fsdp.train.events.event_order import Observed, open_events
 from llava_fsdp.train.events.held_out.answer_metric import ScoreFunction, choose_metric
 from llava_fsdp.train.events.reporting.live_page import rewrite_page
@@ -152,6 +152,8 @@ def train(
             fit(state, cfg, observers.all, watchdog)
         watchdog.at(Phase.EXPORT)
         with controller.lost_folder_explained():
+            if cfg.export.enabled and cfg.export.which is Which.best:
+                load_best(state, cfg)
             if cfg.export.enabled and not final_export.is_current(state, cfg):
                 log().info("exported to %s", final_export.export(state, cfg, world.is_first))
         controller.stop_if_lost()

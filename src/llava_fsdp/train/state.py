@@ -57,6 +57,8 @@ class TrainState:
     """Number of samples in the finished steps."""
     scaler: LossScaler | None = None
     """None unless the precision is fp16."""
+    ends_early: bool = False
+    """Whether no step follows, because validations have not become better (`val.patience`)."""
     skipped: int = 0
     """Number of finished steps without an update, because the loss or the gradients were not finite."""
     utilization: Utilization | None = None

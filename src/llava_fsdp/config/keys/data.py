@@ -371,10 +371,13 @@ class ValConfig:
     shown: int
     """Number of answers that validation.jsonl and the report page show. There are as many of every source, wrong ones
     first."""
+    patience: int | None = None
+    """Number of validations in a row without a better one (checkpoint.best), after which the training ends; null: it
+    goes on to its last step."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value, or a combination of values, is not allowed."""
-        for name in ("every", "limit", "batch_size", "max_new_tokens"):
+        for name in ("every", "limit", "batch_size", "max_new_tokens", "patience"):
             at_least(f"val.{name}", getattr(self, name), 1)
         at_least("val.answers", self.answers, 0, "0 measures the loss alone")
         at_least("val.shown", self.shown, 0)

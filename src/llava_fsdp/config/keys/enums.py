@@ -363,6 +363,28 @@ class Format(Enum):
     json = "json"
 
 
+class BestBy(Enum):
+    """Choices of `checkpoint.best`: the number of a validation by which checkpoints are compared."""
+
+    loss = "loss"
+    """The lowest loss is the best."""
+    score = "score"
+    """The highest score of answers is the best."""
+    accuracy = "accuracy"
+    """For pairs: the highest share whose chosen answer has the higher reward is the best."""
+    margin = "margin"
+    """For pairs: the greatest difference of rewards is the best."""
+
+
+class Which(Enum):
+    """Choices of `export.which`, and of `which` in the command `export`: the step whose weights are exported."""
+
+    last = "last"
+    """The last step."""
+    best = "best"
+    """The step with the best validation (checkpoint.best)."""
+
+
 class Task(Enum):
     """Choices of `task` in the command `evaluate`: kind of questions that the model answers, which also decides how its
     answers are scored."""

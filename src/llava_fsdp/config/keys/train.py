@@ -18,6 +18,7 @@ from llava_fsdp.config.keys.distributed import (
 from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     Attention,
+    BestBy,
     CompatName,
     DType,
     ExportDType,
@@ -35,6 +36,7 @@ from llava_fsdp.config.keys.enums import (
     SpecialTokens,
     Strategy,
     WandbMode,
+    Which,
 )
 from llava_fsdp.config.keys.model import ModelConfig
 from llava_fsdp.runtime.errors import ConfigError
@@ -165,6 +167,8 @@ class CheckpointConfig:
     not fit, or with offload=nvme, training waits for the disk."""
     on_save_error: OnSaveError
     """Whether a checkpoint that cannot be written ends the run (raise) or not (warn)."""
+    best: BestBy | None = None
+    """Number of validations by which the best checkpoint is kept, beside the newest; null: none is kept."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 1)
@@ -183,6 +187,8 @@ class ExportConfig:
     merge: bool = True
     """Whether to export the base model with the adapters merged into it. The adapters alone are always
     written to output_dir/adapter."""
+    which: Which = Which.last
+    """Weights to export: those of the last step, or of the best checkpoint (checkpoint.best)."""
 
     @property
     def stored(self) -> DType:

@@ -12,7 +12,7 @@ import torch
 
 from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, LARGEST, MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.reader import DTypeAndShape, described_tensors, load
-from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
+from llava_fsdp.checkpoint.retention import best_checkpoint, set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import OWN_PARTS, without_enums
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
@@ -122,6 +122,26 @@ def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) ->
 
     on_first_rank(set_aside_later_ones, "cannot set checkpoints aside")
     return checkpoint.folder
+
+
+def load_best(state: TrainState, cfg: Config) -> None:
+    """Load the weights of the best checkpoint of a finished training (`checkpoint.best`) into the state, whose `step`
+    becomes that of the checkpoint. The state can then be exported, but not trained further. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    output = Path(cfg.output_dir)
+    folder = on_first_rank(lambda: best_checkpoint(output), f"cannot look for checkpoints in {output}")
+    if step_of(folder) == state.step:
+        return
+    checkpoint = verify_together(folder.resolve())
+    into = tensors(state)
+    elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
+    on_all_ranks(lambda: load(checkpoint, into, elsewhere), f"checkpoint {folder} could not be read")
+    state.masters.refresh()
+    state.step = checkpoint.facts["step"]
+    log().info("the weights of step %d are exported, whose validation is the best", state.step)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -56,6 +56,10 @@ class RunEvents:
     def after_validation(self, row: dict[str, Any]) -> None:
         """Called on rank 0 with the results of a validation: its row of `validation.jsonl`."""
 
+    def on_best(self, step: int | None) -> None:
+        """With `checkpoint.best`, called at the start and after each validation with the step whose validation is the
+        best so far; None if no validation has a finite number."""
+
     def on_end(self) -> None:
         """Called once, after the last step and its checkpoint, before the export. Not called if the run fails or is
         stopped."""
@@ -94,6 +98,10 @@ class EventList(RunEvents):
     def after_validation(self, row: dict[str, Any]) -> None:
         for event in self.events:
             event.after_validation(row)
+
+    def on_best(self, step: int | None) -> None:
+        for event in self.events:
+            event.on_best(step)
 
     def on_end(self) -> None:
         for event in self.events:
@@ -152,6 +160,9 @@ class OwnEvent(RunEvents):
 
     def after_validation(self, row: dict[str, Any]) -> None:
         self.guarded("after_validation", lambda: self.event.after_validation(row))
+
+    def on_best(self, step: int | None) -> None:
+        self.guarded("on_best", lambda: self.event.on_best(step))
 
     def on_end(self) -> None:
         self.guarded("on_end", self.event.on_end)

@@ -113,6 +113,19 @@ class RunController(RunEvents):
         """Save or stop between two batches of a validation as between two steps. Collective."""
         self.before_step()
 
+    def on_best(self, step: int | None) -> None:
+        """Save the current state if its validation is the best so far, and keep the checkpoint of that step.
+        Collective.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self.saver is None:
+            return
+        if step == self.state.step and not self.is_kept:
+            self.save()
+        self.saver.keep_best(step)
+
     def stop_error(self, what: str) -> Stopped:
         """Return the exception for a stop on request, which says who requested it and `what`: at which step the
         training stopped, and how to continue."""
@@ -146,6 +159,8 @@ class RunController(RunEvents):
         """
         if self.saver is None:
             return
+        if not self.is_kept:  # the training has ended early
+            self.save()
         with log_if_slow("waiting until the checkpoint of step %d is on disk", self.state.step):
             self.finish()
         if Votes(lost=self.is_lost()).agreed().lost:

@@ -6,6 +6,7 @@ without validation, the trained weights are the same to the bit.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from llava_fsdp.model.generation import check_answers
 from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.parallel.ranks.mesh import own_rank
+from llava_fsdp.report.best_validation import best_validation
 from llava_fsdp.report.run_reader import VALIDATION_FILE
 from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.files.heartbeat import Phase
@@ -92,6 +94,8 @@ class Validation(RunEvents):
         self.rows = RowWriter(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
         self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
+        self.found: list[dict[str, Any]] = []
+        """On rank 0, all rows of `validation.jsonl`; those that an earlier start has written have no answers."""
         self.is_done_already = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device, state.roots):
@@ -102,7 +106,9 @@ class Validation(RunEvents):
         step."""
         with storage_errors(self.rows.path):
             drop_later_rows(self.rows.path, self.state.step)
-        return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
+        kept = rows_of(self.rows.path, range(self.state.step + 1)) if self.rows.path.is_file() else []
+        self.found = [{**json.loads(line), "answers": []} for line in kept]
+        return bool(self.found) and self.found[-1]["step"] == self.state.step
 
     def is_due(self) -> bool:
         """Return whether there is a validation after the current step: every `val.every` steps and after the last."""
@@ -114,6 +120,8 @@ class Validation(RunEvents):
         if self.is_due() and not self.is_done_already:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
+        else:
+            self.compare()
 
     def after_step(self, result: StepResult) -> None:
         if self.is_due():
@@ -143,6 +151,22 @@ class Validation(RunEvents):
             raise
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - began_at)
+        self.compare()
+
+    def compare(self) -> None:
+        """Tell the observers which validation is the best so far (`checkpoint.best`), and end the training if too many
+        in a row were not better (`val.patience`). Collective."""
+        by, patience = self.cfg.checkpoint.best, self.cfg.val.patience
+        if by is None:
+            return
+        best = on_first_rank(lambda: best_validation(self.found, by), "the validations cannot be compared")
+        self.events.on_best(best.step)
+        if patience is not None and best.since >= patience and self.state.step < self.last_step:
+            self.state.ends_early = True
+            log().info(
+                "the training ends after step %d: in %d validations, %s was not better than after step %s (%.4g); a "
+                "larger val.patience continues it", self.state.step, best.since, by.value, best.step, best.value,
+            )  # fmt: skip
 
     def measure_losses(self) -> list[LossSum]:
         """Return, for each data source, the sum of the losses over all its records and all ranks. Collective."""
@@ -210,6 +234,7 @@ class Validation(RunEvents):
                 cut, len(answers), self.cfg.val.max_new_tokens,
             )  # fmt: skip
         self.rows.add(row)
+        self.found.append(row)
         self.events.after_validation(row)
         log().info("%s", line_of(row))
         if row["loss"] is None:
