@@ -14,9 +14,9 @@ from llava_fsdp.parallel.ranks.consensus import rank_and_size
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...],
-    of some columns if the tensor is divided by columns (`local_columns`). A scalar is returned unchanged, with index
-    0."""
+    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...].
+    If the tensor is sharded by columns, the values are only the columns that this rank holds. A scalar is returned
+    unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
