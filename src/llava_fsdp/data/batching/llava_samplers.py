@@ -36,9 +36,18 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """`lengths`: number of words of each record, negative without an image. A step has on each rank `accumulation`
-        micro-batches of `batch_size` records. Raises ConfigError if LLaVA's sampler would fail, or an epoch would have
-        no step."""
+        """Draw the order of the first epoch. A step has on each rank `accumulation` micro-batches of `batch_size`
+        records.
+
+        Args:
+            lengths: number of words of each record, negative without an image.
+            seed: the seed that LLaVA's training was given.
+            grouped: whether LLaVA's `group_by_modality_length` is on, which puts records of similar length together,
+                with and without images apart.
+
+        Raises:
+            ConfigError: LLaVA's sampler would fail, or an epoch would have no step.
+        """
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation
