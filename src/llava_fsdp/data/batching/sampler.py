@@ -152,8 +152,8 @@ class Shuffle(EpochSampler):
         return np.concatenate([self.members(share, number) for share in self.shares])[order]
 
     def members(self, share: SourceShare, epoch: int) -> np.ndarray:
-        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples], in ascending order;
-        `drawn` shuffles them.
+        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples], in ascending
+        order; `drawn` shuffles them.
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source's records. So
         each record is used once before any record is used again, however few an epoch takes.
