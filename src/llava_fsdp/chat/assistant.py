@@ -192,8 +192,9 @@ class Assistant:
         tokens, images = self.encode_question(turns, images, "the conversation", tools)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - len(tokens)))
         text = self.text = self.new_text()
-        prefix = with_image_numbers(tokens, images)
+        prefix = with_image_numbers(tokens, images)  # so that only image tokens of the same images count as shared
         try:
+            # the first `common` tokens are in the cache
             cache, common = self.prefix.reuse(self.model, prefix)
             inputs, pixels = self.to_device(tokens[None, common:], images_after(images, tokens[:common]))
             mask = torch.ones((1, len(tokens)), dtype=torch.bool, device=self.device)

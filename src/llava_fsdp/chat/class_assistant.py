@@ -151,8 +151,8 @@ class ClassAssistant:
         answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
         cut at the maximum number of tokens. The generator of random numbers must be on the assistant's `device`.
 
-        transformers' generate is no generator, so it runs in a thread, which ends after its next token when the caller
-        stops.
+        transformers' `generate` returns only when the answer is complete. Therefore it runs in a thread, which hands
+        over each token. If the caller stops, the thread ends after its next token.
 
         Raises:
             DataError: tags and images do not match, or the conversation is longer than the model can read.

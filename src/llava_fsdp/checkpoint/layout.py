@@ -31,8 +31,8 @@ def written_rows(
     without chosen rows are left out.
 
     Args:
-        tensors: all tensors of the checkpoint that this rank holds a part of. Ranks of the same stages of a model have
-            the same names.
+        tensors: all tensors of the checkpoint that this rank holds a part of, by name. Ranks with the same pipeline
+            stages of a model have tensors of the same names.
         file: name of this rank's file in the checkpoint.
         equal_ranks: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
     """

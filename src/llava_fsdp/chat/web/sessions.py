@@ -28,6 +28,7 @@ class Sessions:
     """The conversations of all browser tabs. They share one model."""
 
     def __init__(self, assistant: Answerer, cfg: ChatConfig):
+        """Begin without conversations. `assistant` is the model that answers in all tabs."""
         self.assistant = assistant
         self.cfg = cfg
         self._sessions: OrderedDict[str, Session] = OrderedDict()

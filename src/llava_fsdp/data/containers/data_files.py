@@ -53,11 +53,11 @@ class DataFiles:
                 exist in the remote folder.
             SourceError: the file cannot be read, or is shorter than when the dataset was examined.
         """
-        if location.file in self.remote:
+        if location.file in self.remote:  # a remote file of the dataset, with many images
             return read_image(RemoteReader(self._ahead, self.remote[location.file]), location, self._pages)
         if not is_remote(location.file):
             return read_image(self._local(location.file), location, self._pages)
-        try:
+        try:  # a file of a remote folder, whose size `fetch_ahead` may have found out
             file = self._found.get(location.file) or self._ahead.storage.stat(location.file)
             return read_image(RemoteReader(self._ahead, file), without_excess(location, file), self._pages)
         except RemoteGone:
