@@ -75,7 +75,7 @@ class Answerer(Protocol):
 
         Args:
             turns: the conversation, which ends with the question.
-            images: its images as `load_image` has returned them, in the order of their tags in `turns`.
+            images: its images as `prepare_images` returns them, in the order of their tags in `turns`.
             sampling: how tokens are chosen, and the maximum number of tokens.
             generator: random numbers for sampling, on the model's device.
             tools: the tools that the answer may call.

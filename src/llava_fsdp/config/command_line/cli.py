@@ -115,7 +115,7 @@ def start_process(config_name: str, schema: type) -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with(os.getppid())
-    if attempt() == 0 and is_one_node():  # no restart; with several nodes, the restart may be that of another node
+    if attempt() == 0 and is_one_node():  # with several nodes, this count does not tell whether it is a restart
         return
     with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports these errors
         node = compose(config_name, schema)

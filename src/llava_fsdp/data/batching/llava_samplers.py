@@ -92,9 +92,12 @@ class LlavaSampler:
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws. With one rank they
-        come from the generator of the process; with several, accelerate draws most of them from one of its own. With
-        `grouped`, records of similar length are put together, with and without images apart."""
+        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws.
+
+        With several ranks, accelerate's generator (`sampler_generator`) draws the order or, with `grouped`, that of the
+        megabatches, which are groups of records of similar length. All other numbers come from the generator of the
+        process.
+        """
         # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         is_one_rank = self.world_size == 1
