@@ -28,8 +28,9 @@ PLACES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the object with a public name of this package when the name is first used, and return it. `train` and
-    `plan` are packages, which Python itself makes attributes of this one once they are imported."""
+    """Return the public object `name` of this package. Its module, which `PLACES` names, is imported only now. `train`
+    and `plan` are packages; once they are imported, Python makes them attributes of this package and no longer calls
+    this function for them."""
     import importlib
 
     if name in ("train", "plan"):

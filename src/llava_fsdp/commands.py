@@ -67,8 +67,9 @@ COMMANDS = {
 
 
 def imported(place: str):
-    """Import and return the function that `package.module:function` names."""
-    import importlib  # not before `prepare_python`
+    """Import and return a function of this package. `place` names it as `package.module:function`, without
+    `llava_fsdp.`."""
+    import importlib  # only after `prepare_python`, which takes the current folder out of the search path
 
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"llava_fsdp.{module}"), name)

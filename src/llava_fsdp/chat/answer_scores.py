@@ -29,18 +29,20 @@ def score_answers(
     to_device: Callable[[MicroBatch], MicroBatch],
     alone: bool,
 ) -> list[AnswerScore]:
-    """Return the scores of the answers of pairs, of which each has its images: two for each pair, the chosen answer
-    first.
+    """Return, for each answer of preference pairs, the sum of the log-probabilities of its tokens and their number.
+    Each pair gives two scores, that of the chosen answer first.
 
     Args:
-        reader: what makes the image inputs.
-        to_device: moves a micro-batch to the model's device, and prepares its pixels.
+        pairs: for each pair the sample with both answers (`answers`), and the pixels of its images.
+        reader: makes the image inputs of a batch.
+        to_device: moves a micro-batch to the model's device and prepares its pixels.
         alone: whether each answer is scored in a batch of its own, because padding would change its score.
     """
     rows = [(part, images) for sample, images in pairs for part in sample.answers]
     collate = Collator(reader, Normalize.step, pack=False)
     found: list[AnswerScore] = []
     for batch in [[row] for row in rows] if alone else [rows]:
+        # `facts` describe a training step; this batch is the only micro-batch of step 0
         facts = StepFacts(0, samples=len(batch), images=sum(len(images) for _, images in batch))
         micro = to_device(collate(batch, facts, 1))
         logits = model(**micro.inputs, return_logits=True)  # [labels, vocabulary]

@@ -71,7 +71,15 @@ class Answerer(Protocol):
         tools: Sequence[dict[str, Any]] = (),
     ) -> Generator[str, None, bool]:
         """Yield the answer to a conversation's last question in pieces, one after every token. Return whether the model
-        ended it. `tools`: those that the answer may call."""
+        ended the answer; False if it was cut at the maximum number of tokens.
+
+        Args:
+            turns: the conversation, which ends with the question.
+            images: its images as `prepare_images` returns them, in the order of their tags in `turns`.
+            sampling: how tokens are chosen, and the maximum number of tokens.
+            generator: random numbers for sampling, on the model's device.
+            tools: the tools that the answer may call.
+        """
         ...
 
     def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
@@ -89,7 +97,9 @@ class Answerer(Protocol):
 
 
 def one_by_one(answerer: Answerer, questions: list[Question], max_new_tokens: int, blank: bool) -> list[str]:
-    """Let a model answer each question in a batch of its own (`Answerer.answers`)."""
+    """Let a model answer each question in a batch of its own, and return the answers. `blank`: whether to replace all
+    images by images of the mean color. As after one batch, `answerer.thoughts_cut` says for each answer whether it
+    ended within a thought."""
     written: list[str] = []
     thoughts_cut: list[bool] = []
     for question in questions:
@@ -100,8 +110,9 @@ def one_by_one(answerer: Answerer, questions: list[Question], max_new_tokens: in
 
 
 def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
-    """Raise DataError if a conversation with images has another number of image tags. The message begins with
-    `where`."""
+    """Raise DataError if a conversation has images, and the number of image tags differs from the number of images.
+    Only turns of roles that can show images are counted (READS_IMAGES). Without images, tags are ordinary text. The
+    message begins with `where`."""
     tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role in READS_IMAGES)
     if images and tags != images:
         raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {images} images")

@@ -102,6 +102,8 @@ class Assistant:
         self.image_process = ImageProcess(self.reader) if limited_images else None
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.language_config.vocab_size)
+        # `form` is the template as it was opened, `teaching` what was learned of thoughts and earlier turns. `template`
+        # is the one for questions: it lets the model think if it learned thoughts
         form = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
         self.form, self.teaching = form, source.teaching or DEFAULT
         if isinstance(form, ChatTemplate) and source.teaching is not None:
@@ -129,8 +131,8 @@ class Assistant:
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
         """Let the model answer several questions in one batch, with greedy decoding; one by one if padding would change
-        the answers. With `blank`, all images are replaced by images of the mean color. `thoughts_cut` then says for
-        each answer whether it ended within a thought.
+        the answers. With `blank`, all images are replaced by images of the mean color. Afterwards `thoughts_cut` says
+        for each answer whether it ended within a thought.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -190,8 +192,9 @@ class Assistant:
         tokens, images = self.encode_question(turns, images, "the conversation", tools)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - len(tokens)))
         text = self.text = self.new_text()
-        prefix = with_image_numbers(tokens, images)
+        prefix = with_image_numbers(tokens, images)  # so that only image tokens of the same images count as shared
         try:
+            # the first `common` tokens are in the cache
             cache, common = self.prefix.reuse(self.model, prefix)
             inputs, pixels = self.to_device(tokens[None, common:], images_after(images, tokens[:common]))
             mask = torch.ones((1, len(tokens)), dtype=torch.bool, device=self.device)
@@ -209,11 +212,15 @@ class Assistant:
 
     @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
-        """Return the scores of the answers of pairs, two for each record, the chosen answer first. With `blank`, all
-        images are replaced by images of the mean colour.
+        """Return the log-probabilities of the answers of preference pairs, two for each record, that of the chosen
+        answer first. With `blank`, all images are replaced by images of the mean color.
+
+        Args:
+            pairs: for each pair its record, which has a chosen and a rejected answer, and the files of its images.
+            blank: whether to replace the images.
 
         Raises:
-            DataError: a record is no pair, an image cannot be read, or a pair is longer than the model can read.
+            DataError: a record is not a pair, an image cannot be read, or a pair is longer than the model can read.
         """
         rows = [self.encode_pair(record, files) for record, files in pairs]
 
@@ -225,7 +232,9 @@ class Assistant:
         return score_answers(self.model, rows, self.reader, to_device, self.alone)
 
     def encode_pair(self, record: Record, files: Sequence[ImageFile]) -> tuple[Sample, list[np.ndarray]]:
-        """Encode a pair as training does, and return it with the tiles of its images."""
+        """Tokenize a preference pair, a record with a chosen and a rejected answer, as training does. Return the sample
+        with both answers, and the tiles of its images in the order of their tokens. `files` are the images of the
+        record."""
         images = [self.load_image(path, record.where, count_images(files)) for path in files]
         form = self.form
         encoder = ExactEncoder(

@@ -63,7 +63,7 @@ class ClassAssistant:
     def __init__(
         self, checkpoint: str, opened: Opened, device: torch.device | None = None, limited_images: bool = False
     ):
-        """Load the model.
+        """Load a trained model that is one of transformers' own classes, for chatting.
 
         Args:
             checkpoint: what the user calls the model.
@@ -82,6 +82,8 @@ class ClassAssistant:
         self.template_name = source.template
         self.max_tokens: int = language.max_position_embeddings
         self.tokenizer: Tokenizer = open_tokenizer(folder, language.vocab_size)
+        # `form` is the template as it was opened, `teaching` what was learned of thoughts and earlier turns. `template`
+        # is the one for questions: it lets the model think if it learned thoughts
         form, teaching = open_image_template(source.template, folder, self.tokenizer), source.teaching
         self.form, self.teaching = form, teaching or DEFAULT
         self.template = form if teaching is None else teaching.asking(form)
@@ -109,8 +111,8 @@ class ClassAssistant:
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
         """Answer several questions in one batch, with greedy decoding; one by one if padding would change the answers.
-        With `blank`, all images are replaced by images of the mean color. `thoughts_cut` then says for each answer
-        whether it ended within a thought.
+        With `blank`, all images are replaced by images of the mean color. Afterwards `thoughts_cut` says for each
+        answer whether it ended within a thought.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -149,8 +151,8 @@ class ClassAssistant:
         answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
         cut at the maximum number of tokens. The generator of random numbers must be on the assistant's `device`.
 
-        transformers' generate is no generator, so it runs in a thread, which ends after its next token when the caller
-        stops.
+        transformers' `generate` returns only when the answer is complete. Therefore it runs in a thread, which hands
+        over each token. If the caller stops, the thread ends after its next token.
 
         Raises:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
@@ -196,11 +198,15 @@ class ClassAssistant:
 
     @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
-        """Return the scores of the answers of pairs, two for each record, the chosen answer first. With `blank`, all
-        images are replaced by images of the mean colour.
+        """Return the log-probabilities of the answers of preference pairs, two for each record, that of the chosen
+        answer first.
+
+        Args:
+            pairs: for each pair its record, which has a chosen and a rejected answer, and the files of its images.
+            blank: whether to replace all images by images of the mean color.
 
         Raises:
-            DataError: a record is no pair, an image cannot be read, or a pair is longer than the model can read.
+            DataError: a record is not a pair, an image cannot be read, or a pair is longer than the model can read.
         """
         rows = [self.encode_pair(record, files, blank) for record, files in pairs]
         reader = replace(self.reader, positions=self.model.positions)
@@ -209,7 +215,9 @@ class ClassAssistant:
         )
 
     def encode_pair(self, record: Record, files: Sequence[ImageFile], blank: bool) -> Row:
-        """Encode a pair as training does, and return it with the pixels of its images."""
+        """Tokenize a preference pair, a record with a chosen and a rejected answer, as training does. Return the sample
+        with both answers, and the pixels of its images in the order of their tokens. `files` are the images of the
+        record; with `blank` they are replaced by images of the mean color."""
         images = [self.load_image(path, record.where) for path in files]
         images = [self.blank_image(image) for image in images] if blank else images
         encoder = replace(
@@ -223,20 +231,26 @@ class ClassAssistant:
         return sample, [images[sample.place(number)].pixels for number in range(len(sample.images))]
 
     def generate(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
-        """Generate answers to the questions in `rows`, each a prompt with its images. `push` gets the next token of
-        each answer, int64 [answers], and returns whether to generate another one."""
+        """Generate answers to the questions in `rows` in one batch.
+
+        Args:
+            rows: for each question its prompt and the pixels of its images.
+            sampling: how tokens are chosen, and the maximum number of tokens.
+            push: gets the next token of each answer, int64 [answers], and returns whether to generate another one.
+            generator: random numbers for sampling; None: those of torch.
+        """
         prompts = lay_out_prompts(rows, Collator(self.reader, Normalize.step, pack=False))
         micro = prompts.micro.map(lambda values: values.to(self.device))
         prompt = Prompt(micro.input_ids, prompts.mask.to(self.device), micro.images)
         write_answers(self.model, self.model.language_config, prompt, sampling, push, generator)
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> RgbImage:
-        """Read an image or a video; a file is read in `image_process` if there is one. Error messages begin with
-        `where`; `images` is the number of images of the conversation. Raises ImageError if the file cannot be read, or
-        is a video and the model takes none."""
+        """Read an image or a video. A file is read in the process with limits (`image_process`), if there is one. Error
+        messages begin with `where`; `images` is the number of images of the conversation. Raises ImageError if the file
+        cannot be read, or is a video and the model takes no videos."""
         apart = self.image_process
         if isinstance(path, Path) and is_video(path):
-            self.reader.chosen(where)
+            self.reader.chosen(where)  # raises ImageError if the model takes no videos
             if apart is None:
                 clip = self.reader.clip(path, where)
                 return RgbImage(path, self.reader.load(path, where), clip)

@@ -22,6 +22,12 @@ class Conversation:
     """
 
     def __init__(self, assistant: Answerer, max_images: int | None = None, seed: int | None = None):
+        """Begin an empty conversation with the model of `assistant`.
+
+        Args:
+            max_images: maximum number of images in the conversation; None: no limit.
+            seed: seed for sampling the answers; None: a different one every time.
+        """
         self.assistant = assistant
         self.max_images = max_images
         self.generator = torch.Generator(assistant.device)
@@ -67,8 +73,9 @@ class Conversation:
         yield from self.reply([*self.turns, Turn("human", self.with_tags(text))], sampling)
 
     def go_on(self, question: Question, sampling: Sampling) -> Generator[str, None, None]:
-        """Forget the conversation, take over another one with its tools, and yield the model's answer to its last turn.
-        Raises the errors of `add` and `ask`, which leave an empty conversation."""
+        """Replace this conversation by that of `question`, with its tools, and yield in pieces the model's answer to
+        its last turn. Raises DataError if an image cannot be read or the turns are too long, and OutOfMemory if they do
+        not fit into memory; the conversation is then empty."""
         self.reset()
         self.tools = question.tools
         count = count_images(question.images)
@@ -114,7 +121,7 @@ class Conversation:
         except UnicodeEncodeError as error:
             raise DataError(f"the question is not UTF-8 at character {error.start}; type it again") from error
         tags = text.count(IMAGE_TAG)
-        if tags and tags != len(self.next_images):  # without images now, a later image would be shown in its place
+        if tags and tags != len(self.next_images):  # an image that is added later would be shown at a spare tag
             raise DataError(
                 f"the question has {IMAGE_TAG} {tags} times, and {len(self.next_images)} new images are shown with it; "
                 "leave it out, or write it once for each"
@@ -131,8 +138,8 @@ class Conversation:
         return exchanges
 
     def undo(self) -> bool:
-        """Remove the last question and its answer; its images are kept for the next question. Return whether there was
-        one."""
+        """Remove the last question and its answer; the images of the question are kept for the next one. Return False
+        if there is no question."""
         if not self.turns:
             return False
         num_kept = len(self.images) - self.count_tags(self.turns[-2])

@@ -47,8 +47,9 @@ class ImageProcess:
         return ImageFacts(**answer["facts"])
 
     def frames(self, path: Path, where: str, numbers: Sequence[int]) -> np.ndarray:
-        """Return the frames of a video with these numbers, which ascend, uint8 [frames, height, width, 3]. Raises
-        ImageError as `load` does."""
+        """Return frames of a video, uint8 [frames, height, width, 3]. `numbers`: the numbers of these frames in the
+        video, in ascending order. Error messages begin with `where`. Raises ImageError if the file cannot be read, or
+        takes too much time or memory."""
         answer, content = self.ask({"path": str(path), "where": where, "frames": list(numbers)})
         return np.frombuffer(content, dtype=np.uint8).reshape(answer["shape"]).copy()
 
@@ -61,8 +62,8 @@ class ImageProcess:
         return tiles, None if answer["size"] is None else tuple(answer["size"])
 
     def ask(self, request: dict[str, Any]) -> Answer:
-        """Send a request to the other process, and return its answer. Raises ImageError if the file cannot be read, or
-        takes too much time or memory."""
+        """Send a request to the other process, and return its answer: a dict of facts, and bytes. Raises ImageError if
+        the file cannot be read, or takes too much time or memory."""
         try:
             answer, content = self.process(request)
         except LimitBroken as error:
@@ -77,14 +78,14 @@ class ImageProcess:
 
 
 def make_work() -> Work:
-    """Return the function that the other process calls for each request: it loads an image or a video, or the frames of
-    a video with given numbers, and returns pixels as bytes, or the error. Without numbers it returns the facts about
-    the video."""
+    """Return the function that the other process calls for each request. It answers a request with facts as a dict, and
+    pixels as bytes. If a file cannot be read, the dict has the error."""
     pickled, reader = "", None
 
     def work(request: dict[str, Any]) -> Answer:
-        """Answer a request for an image or a video with its pixels, or with the error; one that has `frames` as `video`
-        does. The image reader is unpickled again only if another one is sent."""
+        """Answer one request. If it has the key `frames`, it asks for frames of a video or, with an empty list, for the
+        facts about the video. Else it asks for an image or a video as its image reader prepares it. The reader is sent
+        as a pickle, and unpickled again only if it differs from that of the last request."""
         nonlocal pickled, reader
         if "frames" in request:
             return video(Path(request["path"]), request["where"], request["frames"])

@@ -15,12 +15,13 @@ from llava_fsdp.runtime.files.safe_load import LARGE, read_text
 
 
 def read_messages_file(path: Path) -> Question:
-    """Return the last turn of the conversation in a JSON file as a question. The paths of its images are relative to
-    the file's folder.
+    """Return the conversation in a JSON file as a question, which is its last turn. The paths of its images are
+    relative to the file's folder.
 
     Raises:
         ConfigError: the path is not a file.
-        DataError: the file has no record, or one that ends with an answer, or whose turns, images or calls are wrong.
+        DataError: the file has no record; the record ends with an answer; its turns, images or calls of tools are
+            wrong; it has media that cannot be read; or an image does not exist.
     """
     if not path.is_file():
         raise ConfigError(f"messages={path} is not a file; name a JSON file with one conversation")
@@ -34,6 +35,7 @@ def read_messages_file(path: Path) -> Question:
             "one, or take the last answer out",
             Kind.odd_turns,
         )
+    # `check_turns` requires an answer to the last question
     check_turns(replace(record, turns=(*record.turns, Turn("gpt", ""))))
     inline = inline_images(record)
     files = [inline.get(name) or path.parent / name for name in record.images]

@@ -27,7 +27,7 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
 
     Args:
         checkpoint: folder of a training run, of a checkpoint or of a model, or a model's name on the hub. If it is a
-            run with an exported model, the export is opened; anything else is opened as `llava-fsdp export` does.
+            run with an exported model, the export is opened.
         default_template: conversation template to use if the model's folder does not name one.
         default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
 
@@ -38,6 +38,7 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
     source = str(exported) if (exported / "config.json").is_file() else checkpoint
     if source != checkpoint:
         warn_of_later_checkpoint(Path(checkpoint))
+    # a model is opened as `llava-fsdp export` opens its source
     cfg = ConversionConfig(
         source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, base=None,
         language=None, vision=None, template=default_template, image_aspect_ratio=None, overwrite=False, verify=False,
@@ -48,6 +49,7 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
         raise
     except (ConfigError, ModelError) as error:
         message = str(error).replace("source=", "model.checkpoint=")
+        # the message asks for a setting that only the export has
         if any(f"{key}=" in message for key in ("base", "vision", "language", "image_aspect_ratio")):
             message += f"; run llava-fsdp export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
         raise type(error)(message) from error
@@ -65,9 +67,11 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def lacks_padding(folder: Path) -> bool:
-    """Return whether a model folder does not say whether images are padded to squares. Many folders in transformers'
-    format do not."""
+    """Return whether a model folder does not say whether images are padded to squares. Many folders of LLaVA-1.5 in
+    transformers' format do not."""
     raw = config_of(folder, "config.json")
+    # The original LLaVA's config.json says it, as does the file NOTES, which an export of this project has. LLaVA-NeXT
+    # and LLaVA-OneVision cut images into tiles
     if not raw or is_original(raw) or raw.get("model_type") in (NEXT, ONEVISION) or (folder / NOTES).is_file():
         return False
     return not preprocessor_fields(folder).get("do_pad")

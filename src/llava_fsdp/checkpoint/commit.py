@@ -139,8 +139,8 @@ class Committer:
             raise
 
     def write_rank_file(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
-        """Write the file with the rows that this rank writes, into the temporary folder; return the file's size and
-        digest."""
+        """Write the file with the rows that this rank writes, `values`, into the temporary folder `staged`. Return the
+        file's size and digest. (`reached_point` is for tests, which end the process there.)"""
         described = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
         digest = write_tensors(staged / rank_file(rank), described, values.__getitem__, self.hasher)
         self.reached_point("file written")

@@ -14,9 +14,9 @@ from llava_fsdp.parallel.ranks.consensus import rank_and_size
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...],
-    of some columns if the tensor is divided by columns (`local_columns`). A scalar is returned unchanged, with index
-    0."""
+    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...].
+    If the tensor is sharded by columns, the values are only the columns that this rank holds. A scalar is returned
+    unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -31,8 +31,8 @@ def written_rows(
     without chosen rows are left out.
 
     Args:
-        tensors: all tensors of the checkpoint that this rank holds a part of. Ranks of the same stages of a model have
-            the same names.
+        tensors: all tensors of the checkpoint that this rank holds a part of, by name. Ranks with the same pipeline
+            stages of a model have tensors of the same names.
         file: name of this rank's file in the checkpoint.
         equal_ranks: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
     """

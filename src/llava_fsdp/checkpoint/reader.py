@@ -39,8 +39,8 @@ def load(
         elsewhere: dtype and shape of the tensors that only other ranks have, by name.
 
     Raises:
-        CheckpointError: the tensors of both have other names, shapes or dtypes than those of the checkpoint, or a file
-            cannot be read.
+        CheckpointError: the tensors of `into` and `elsewhere` together have other names, shapes or dtypes than those of
+            the checkpoint, or a file cannot be read.
     """
     with name_in_errors(checkpoint.folder):
         targets = {name: (*held_rows(tensor), local_columns(tensor)) for name, tensor in into.items()}
@@ -103,7 +103,7 @@ def fill(
                 start = columns[0] if columns is not None else 0
                 target = target[:, left - start : right - start]
                 column_bytes = row_bytes // (file_columns[1] - file_columns[0])
-                if row_bytes >= LARGE_ROW:
+                if row_bytes >= LARGE_ROW:  # only the columns are read; small rows are faster to read whole
                     for row, part in enumerate(target):
                         skipped = row * row_bytes + (left - file_columns[0]) * column_bytes
                         read_rows(descriptor, file, place + skipped, part)

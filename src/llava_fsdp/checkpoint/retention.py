@@ -119,8 +119,9 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
 
 
 def set_aside_later(output: Path, folder: Path, step: int) -> None:
-    """Move all checkpoints of later steps than that of `folder`, from which the run continues, into a new folder
-    `old-N` in `output`."""
+    """Move all checkpoints of later steps than `step`, that of the checkpoint `folder` from which the run continues,
+    into a new folder `old-N` in `output`. If some were moved, the file `latest` then names `folder`, if that is in
+    `output`."""
     parent = output / FOLDER
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)

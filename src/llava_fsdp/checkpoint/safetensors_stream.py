@@ -182,8 +182,8 @@ def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
 
 
 def parse_place(entry: dict[str, Any], base: int) -> TensorPlace:
-    """Parse a tensor's entry in a header, of which offsets count from byte `base` of the file. Raise ValueError,
-    TypeError or KeyError if it is invalid."""
+    """Parse a tensor's entry in a header. Its offsets count from byte `base` of the file. Raise ValueError, TypeError
+    or KeyError if the entry is invalid."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
     numbers = [begin, end, *shape]

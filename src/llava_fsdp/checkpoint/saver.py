@@ -68,6 +68,8 @@ class Saver:
         of the state.
 
         Args:
+            parent: the folder of the checkpoints.
+            state: what is saved: the tensors that this rank holds, and functions that return all other facts.
             undamaged: folders of checkpoints that are known to be undamaged.
             reached_point: for tests, called with the name of each point that a save reaches (listed in `commit.py`).
             adapter_folder: how a folder with LoRA adapters is written into each checkpoint. None if the model has no
@@ -102,6 +104,8 @@ class Saver:
         self.forgiven: CheckpointError | None = None
         """The error of the last save, if it has failed and `checkpoint.on_save_error=warn` lets the run continue."""
         self.saved_step = max((step_of(folder) or 0 for folder in undamaged), default=None)
+        # a save in the background writes from a copy of the state in memory (`snapshot`); tensors that are offloaded to
+        # files (`in_place`) are saved from these, without a copy
         if cfg.asynchronous and not state.in_place and fits(nbytes, self.group):
             self.snapshot = Snapshot(values)
             self.pages_written = self.writer.submit(self.snapshot.touch)

@@ -32,7 +32,8 @@ class Snapshot:
     pinned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        """Allocate memory for copies of these tensors. Raises OutOfMemory if host memory is too small."""
+        """Allocate host memory for copies of these tensors: page-locked memory if they are on a GPU, or ordinary memory
+        if that fails. Raises OutOfMemory if host memory is too small."""
         self.on_gpu = device_of(tensors.values()) is not None
         room = sum(Arena.room(tensor.shape, tensor.dtype) for tensor in tensors.values())
         try:

@@ -40,11 +40,12 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
-        if facts["dynamic"] is not None:
+        if facts["dynamic"] is not None:  # what activation_checkpointing=dynamic has found: limits of the blocks
             require_types(facts["dynamic"], {"device": (str,), "limits": (list,)})
             for limit in facts["dynamic"]["limits"]:
                 if type(limit) is not list or [type(number) for number in limit] != [int] * 3:
                     raise TypeError("dynamic has a limit that is not a block's number, a size and a length")
+        # a loss or a projector of the user's own has a fingerprint only in runs that have such a part
         own_parts = [name for name in OWN_PARTS if name in facts["fingerprints"]]
         require_types(facts["fingerprints"], dict.fromkeys([*FINGERPRINTS, *own_parts], (str,)))
         if not all(type(name) is str for name in facts["trainable"]):

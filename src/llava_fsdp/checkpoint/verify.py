@@ -51,7 +51,7 @@ def verify(folder: Path) -> Checkpoint:
 
 def verify_together(folder: Path) -> Checkpoint:
     """Verify a checkpoint with all ranks, each of which reads some of the files. Collective. If the checkpoint is
-    damaged, all raise the same CheckpointError."""
+    damaged, all ranks raise the same CheckpointError."""
     rank, size = rank_and_size()
     checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
@@ -72,7 +72,8 @@ def name_in_errors(folder: Path) -> Iterator[None]:
 
 
 def check_contents(folder: Path) -> Checkpoint:
-    """Check everything except the digests of the tensor files. Raises CheckpointError if something is wrong."""
+    """Read a checkpoint, check everything except the digests of its tensor files, and return it. Raises CheckpointError
+    if something is wrong."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -109,9 +110,9 @@ def check_files(folder: Path) -> Manifest:
 
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """Return the files in a checkpoint's folder of LoRA adapters, if it has one, and in its subfolders, by path within
-    the checkpoint. Raises CheckpointError if a folder is missing or a symbolic link. (`open_file` refuses only links at
-    the end of a path.)"""
+    """Return the files in `folder`, a checkpoint's folder of LoRA adapters, and in its subfolders, by path within the
+    checkpoint. Raises CheckpointError if the folder is missing (None) or a symbolic link. (`open_file` refuses only
+    links at the end of a path.)"""
     if folder is None or not folder.is_dir(follow_symlinks=False):
         raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
     entries: dict[str, os.DirEntry[str]] = {}

@@ -72,6 +72,7 @@ def paths_read(cfg: Config) -> dict[str, str]:
 
 
 def exists(name: str) -> bool:
+    """Return whether a path exists; False if it cannot be a path."""
     try:
         return Path(name).exists()
     except (OSError, ValueError):  # the name is too long, or contains a NUL character

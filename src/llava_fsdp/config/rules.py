@@ -323,7 +323,7 @@ def check_export(cfg: TrainingKeys) -> None:
     if not cfg.exports_model:
         return
     if cfg.model.shuffle_factor > 1:
-        return  # `rehearse` checks it, as it depends on the vision tower
+        return  # it depends on the vision tower whether this can be exported: checked once the model is read
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
     merge = cfg.model.patch_merge
     if cfg.data.trained_aspect is AspectRatio.anyres and merge is not PatchMerge.spatial_unpad:

@@ -24,8 +24,8 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """Read columns, by default all, from the file of a chunk. If the file is broken, delete it and raise
-    SourceError."""
+    """Read columns, by default all, from the file of a chunk, which has the columns of some of a dataset's records. If
+    the file is broken, delete it and raise SourceError."""
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}

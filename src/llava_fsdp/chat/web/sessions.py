@@ -28,6 +28,7 @@ class Sessions:
     """The conversations of all browser tabs. They share one model."""
 
     def __init__(self, assistant: Answerer, cfg: ChatConfig):
+        """Begin without conversations. `assistant` is the model that answers in all tabs."""
         self.assistant = assistant
         self.cfg = cfg
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -36,8 +37,8 @@ class Sessions:
         self._has_ended = False
 
     def get(self, key: str) -> Session:
-        """Return the conversation of the browser tab with Gradio's key `key`; or a new one. If there are
-        more than MAX_SESSIONS, those that were not asked for the longest are forgotten."""
+        """Return the conversation of the browser tab with Gradio's key `key`; a new one if the tab has none. If there
+        are more than MAX_SESSIONS, those that were not used for the longest time are forgotten."""
         with self._model_lock:
             if key not in self._sessions:
                 self._sessions[key] = Session(self.assistant, self.cfg.max_images, self.cfg.seed)
@@ -48,7 +49,8 @@ class Sessions:
 
     def ask(self, session: Session, text: str, files: list[Path], sampling: Sampling) -> Iterator[str]:
         """Ask the model a question in the conversation of a tab, and yield pieces of the answer, until it ends or is
-        stopped.
+        stopped. `files` are the images that are added with the question; afterwards none of them waits for the next
+        question.
 
         Raises:
             DataError: the question is not valid, or an image cannot be read; the message does not show the server's
@@ -94,7 +96,8 @@ class Sessions:
 
 
 def without_folders(message: str, files: list[Path]) -> str:
-    """Return an error message in which uploaded files have no folders: these are the server's own affair."""
+    """Return an error message in which uploaded files are named without their folders, so that visitors do not see the
+    folders of the server."""
     for path in files:
         message = message.replace(f"image {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message

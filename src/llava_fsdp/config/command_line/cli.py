@@ -108,13 +108,14 @@ def start_process(config_name: str, schema: type) -> None:
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
+    # these request a checkpoint and stack traces during training; before it, they would end the process
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     leave_noise_out()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with(os.getppid())
-    if attempt() == 0 and is_one_node():
+    if attempt() == 0 and is_one_node():  # with several nodes, this count does not tell whether it is a restart
         return
     with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports these errors
         node = compose(config_name, schema)
@@ -155,8 +156,9 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
         message, on_every_rank = f"{type(error).__name__}: {error}", error.on_every_rank
+        # another rank was asked to stop: torchrun on this machine may not know of it
         ends_torchrun = isinstance(error, Stopped) and not error.asked_here
-        if not error.may_be_recorded:
+        if not error.may_be_recorded:  # output_dir may belong to another run
             folder = None
             # nothing is written for a restarted worker to read, so it would start again in the folder that is there now
             ends_torchrun |= isinstance(error, FolderLost)
@@ -286,9 +288,16 @@ def write_torchrun_error(message: str) -> None:
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
     """Build a command's configuration from YAML files and `sys.argv` with Hydra; None if only help or the configuration
-    was printed. Raises ConfigError if a key or choice does not exist (Hydra's message, shortened, with the nearest key
-    that exists), or a multirun was requested, which cannot work under torchrun. `config_name` is the command, and
-    `schema` the dataclass with the keys of its configuration."""
+    was printed. `sys.argv` is replaced by the words in the form that Hydra takes.
+
+    Args:
+        config_name: the command.
+        schema: dataclass with the keys of its configuration.
+
+    Raises:
+        ConfigError: a key or choice does not exist (Hydra's message, shortened, with the nearest key that exists), or a
+            multirun was requested, which cannot work under torchrun.
+    """
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], LITERAL)
     words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
@@ -375,6 +384,7 @@ def with_own_model(arguments: list[str]) -> list[str]:
     model.vision or model.checkpoint, but not `model=`. Otherwise the default `model=tiny` would apply, whose learning
     rate is for two million parameters. Raise ConfigError if only model.vision of these keys is set."""
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in arguments if "=" in word}
+    # `package:NAME` is a model in this package, and not the user's
     named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
     if not named or "model" in given:
         return arguments
@@ -402,6 +412,7 @@ def refuse_unknown(arguments: list[str], schema: type) -> None:
             raise ConfigError(f"{name} is not a flag; {here}, and keys are written key=value")
         is_plain = equals and re.fullmatch(r"\w+(\.\w+)*", name) and flag not in WITH_VALUES
         flag = word
+        # the user chooses the names of data sources (SOURCES), so that Hydra's result must be checked
         if not is_plain or name.startswith("hydra.") or name.startswith(SOURCES):
             continue
         folder = config_dir() / name

@@ -40,7 +40,7 @@ def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) ->
     """
     refuse_secrets(arguments)
     flags = flag_values(arguments)
-    for flag in PATH_FLAGS:
+    for flag in PATH_FLAGS:  # they would replace the package's YAML files
         if flag in flags:
             raise ConfigError(
                 f"{flag}={flags[flag]}: the configuration is the package's own; add to it with --config-dir"
@@ -51,7 +51,7 @@ def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) ->
         refuse_calls(key if is_text else word, word)
         check_hydra_key(key.lstrip("+~"), value, word)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
-    if folder is not None:
+    if folder is not None:  # --config-dir adds the YAML files of a folder
         for path in yaml_files(folder):
             check_yaml(path, path.relative_to(folder))
 

@@ -82,8 +82,8 @@ def with_lists_as_texts(node: DictConfig) -> DictConfig:
 
 @functools.cache
 def node_of(schema: type) -> DictConfig:
-    """Return OmegaConf's node of a dataclass, with those of the dataclasses in it. Do not change it: it is made once,
-    because that takes longer than to copy it."""
+    """Return OmegaConf's node of a dataclass, with those of the dataclasses in it. Later calls return the same node, so
+    it must not be changed: to make it takes longer than to copy it."""
     node = OmegaConf.structured(schema)
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and OmegaConf.is_missing(node, name):
@@ -134,7 +134,7 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
     if expected is None:
         return f"{key}={value}: {str(error).splitlines()[0]}"
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    new = VALUES.get((key, str(value)))
+    new = VALUES.get((key, str(value)))  # the present name of a value that was renamed
     return f"{key}={text} must be {expected}" + (f"; it is called {key}={new} now" if new else "")
 
 
@@ -154,8 +154,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     groups = {key.rpartition(".")[0] for key in known}  # names with keys below them
 
     def visit(part: DictConfig, prefix: str) -> None:
-        """Check the keys in `part`, whose dotted names begin with `prefix`, which is empty or ends in a dot. Add the
-        keys of data sources, whose names the user chooses, to `known` and `groups`."""
+        """Check the keys in `part`, whose dotted names begin with `prefix`, which is empty or ends in a dot. Below a
+        prefix of NAMED the user chooses names of data sources; their keys are added to `known` and `groups`."""
         for key in part:
             name = f"{prefix}{key}"
             if name == "hydra":
@@ -176,9 +176,10 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Return a suggestion for an unknown key, as the end of an error message: its present name if it was renamed, the
-    key with the same meaning if another program has one of this name, else the most similar one; empty if none is
-    similar. For a dotted name, no groups are suggested."""
+    """Return a suggestion for an unknown key, as the end of an error message; empty if there is none. It is the first
+    of these that exists: the key's present name, if it was renamed; the key with the same meaning, if another program
+    has a key of this name; the only key with the same last part; the most similar key. For a dotted name, no groups are
+    suggested."""
     if new := present_key(name):
         return f"; it is called {new} now"
     is_mistyped = "." in name and difflib.get_close_matches(name, known, 1, 0.9)

@@ -38,7 +38,8 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
 
 def recipe_of(cfg: Config, arguments: list[str]) -> dict[str, Any] | None:
     """Return the recipe of a training, the values that the YAML files set for its stage, model and kind of data: dotted
-    key -> value. None if they have no such stage, model or kind of data. `arguments`: as for `differences`."""
+    key -> value. None if they have no such stage, model or kind of data. `arguments`: those of the command line, which
+    may name a folder of the user's own YAML files."""
     flags = flag_values(arguments)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]

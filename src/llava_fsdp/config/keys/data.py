@@ -247,6 +247,9 @@ class DataConfig:
 
     @property
     def index_folder(self) -> Path:
+        """Folder of the dataset's index: `data.index`, or if that is null, the first data path with `.index` appended;
+        of a pattern, the folder before it. For remote files it is in the cache folder, and its name has a hash of the
+        URL, so that URLs with equal ends have different indexes."""
         first = next(iter(self.sources.values())).path if self.sources else self.path
         path = fixed_part(paths_in(str(first))[0]).rstrip("/")
         if self.index is None and is_remote(path):
@@ -256,6 +259,8 @@ class DataConfig:
 
     @property
     def cache_folder(self) -> Path:
+        """Folder for copies of remote data: `data.cache`, or if that is null, the user's cache folder. Raise
+        ConfigError if it begins with the home folder (`~NAME`) of a user who does not exist."""
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         try:
             return Path(self.cache or f"{base}/llava_fsdp").expanduser()

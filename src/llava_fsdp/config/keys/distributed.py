@@ -184,7 +184,8 @@ class PrecisionConfig:
         return has_bf16 or self.linear is not LinearKind.same
 
     def settled(self, chosen: DType) -> Self:
-        """Return these keys with every `auto` replaced by a dtype."""
+        """Return these keys with every `auto` replaced by the dtype `chosen`. Only if `param_dtype` is `auto` can the
+        other dtypes be, too."""
         if self.param_dtype is not DType.auto:
             return self
         same = {key: chosen for key in ("norm_dtype", "reduce_dtype") if getattr(self, key) is DType.auto}
@@ -256,6 +257,7 @@ class OffloadConfig:
     ends."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a folder for offloaded data is set, but the mode writes no files."""
         if self.folder is not None and self.mode is not OffloadMode.nvme:
             raise ConfigError(
                 f"offload.folder={self.folder} is for offload=nvme; offload={self.mode.value} writes no files: set it "

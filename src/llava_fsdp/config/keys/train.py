@@ -295,7 +295,8 @@ class TrainingKeys:
     @property
     def row_tokens(self) -> int:
         """Maximum number of tokens of a packed row (several samples end to end), on all ranks that process it together.
-        If it is set to `auto`, the planner (`llava-fsdp plan`) must have replaced that by a number before."""
+        It is `tokens_per_micro_batch` for each of these ranks or, if that is null, room for `micro_batch_size` of the
+        longest samples. If it is `auto`, the planner (`llava-fsdp plan`) must have replaced it by a number before."""
         assert not self.plans_tokens, "the planner must replace auto first"
         tokens = self.tokens_per_micro_batch
         if isinstance(tokens, int):
@@ -331,6 +332,7 @@ class TrainingKeys:
         """Copy of the training's configuration for reading the validation records once: its `data` keys name the
         records that the `val` keys name. `max_steps` and `profile`, which concern the training's steps, are off."""
         val, files = self.val, self.val.sources
+        # the embedded dataset (data=shapes) has a file of validation records, which is used if `val` names none
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(
             self.data,
@@ -357,15 +359,17 @@ class TrainingKeys:
 
     @property
     def begins_without_adapters(self) -> bool:
-        """Whether the model without its adapters is the one that training begins with, at every step: adapters alone
-        train, and begin at zero."""
+        """Whether the model without its adapters is, at every step, the one that training begins with: nothing but
+        adapters is trained, not even biases, and the adapters begin at zero and not at values of a checkpoint."""
         model = self.model
         begins_at_zero = model.lora.checkpoint is None and model.lora.bias is LoraBias.none
         return model.lora.enabled and begins_at_zero and set(model.trained) == set(model.adapted)
 
     @property
     def pair_reference(self) -> PairReference:
-        """`pref.reference`, with `auto` replaced."""
+        """The reference model of training on pairs of answers: `pref.reference`, where `auto` means `adapters` (the
+        model without its adapters, run at every step) if that is the model that training begins with, else `stored`
+        (its log-probabilities are computed once, before training)."""
         if self.pref.reference is not PairReference.auto:
             return self.pref.reference
         return PairReference.adapters if self.begins_without_adapters else PairReference.stored

@@ -89,7 +89,9 @@ class MicroBatch:
 
     @property
     def segments(self) -> Segments | None:
-        """The sample boundaries of a packed row; None with padded rows."""
+        """Where the samples of a packed row begin and end, for attention: (`position_ids`, `cu_seqlens`, `lengths`)
+        and, if samples share their first tokens, also (`shared`, `key_offsets`): how many tokens each sample shares
+        with the one before it, and offsets that count these. None with padded rows."""
         if not self.lengths:
             return None
         edges = self.position_ids, self.cu_seqlens, self.lengths
@@ -117,8 +119,8 @@ class MicroBatch:
         return own | {f"images.{name}": values for name, values in self.images.items()}
 
     def without_labels(self, records: Collection[int]) -> MicroBatch:
-        """Return a copy without the labels of some records. These records then do not change the loss, because samples
-        do not attend to each other. Needs `label_records`."""
+        """Return a copy without the labels of the records with these numbers. These records then do not change the
+        loss, because samples do not attend to each other. Needs `label_records`, the record number of each label."""
         kept = torch.tensor([number not in records for number in self.label_records.tolist()], dtype=torch.bool)
         names = ("label_positions", "label_ids", "label_sources", "label_records", "label_weights")
         present = (name for name in names if len(getattr(self, name)))
@@ -191,8 +193,9 @@ class StepFacts:
         return 1 / max(1, self.samples) if self.has_pairs else FULL_WEIGHT / (self.weight or FULL_WEIGHT)
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
-        """Return these counts minus those of the samples in `skipped`, which becomes the list of skipped samples. In
-        `unlabelled`, the record of a skipped sample is removed as often as it occurs."""
+        """Return these counts minus those of the samples in `skipped`, which becomes the list of skipped samples. The
+        sums of labels and of their weights by data source are reduced, too. The names of skipped records are removed
+        from `unlabelled`, the list of records without labels."""
         counts = {name: getattr(self, name) - sum(getattr(s.counts, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.counts.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]

@@ -61,8 +61,15 @@ class Collator:
     """
 
     def __init__(self, image_reader: ImageSource, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
-        """`pack`: whether samples are packed into one row; `cut`: which positions of such a row this rank processes
-        (None: all)."""
+        """Make a collator.
+
+        Args:
+            image_reader: the reader of the images, which decides in what form the model gets them.
+            normalize: whether the loss is a mean over the step's labels (`step`), or a mean over micro-batches of the
+                mean of each (`micro_batch`).
+            pack: whether samples are packed into one row.
+            cut: which positions of a packed row this rank processes; None: all.
+        """
         assert pack or cut is None, "only packed rows are divided among ranks"
         self.images = image_inputs(image_reader)
         self.normalize = normalize
@@ -94,10 +101,11 @@ class Collator:
         seeds = [seed for seed, sample in of_records for _ in sample.parts]
         token_seeds = per_token(seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
         weights = shifted_weights(samples, self.pack)
-        if self.normalize is Normalize.step:
+        if self.normalize is Normalize.step:  # the mean over all labels of the step
             scale = facts.scale
         else:  # the mean over the micro-batches of the mean loss of each
             total = sum(sample.weight for sample in samples)
+            # weights of labels are integers in units of 1 / FULL_WEIGHT
             scale = FULL_WEIGHT / ((total or FULL_WEIGHT) * micro_batches)
         shared = shared_of(records)
         assert self.pack or not any(shared), "only in a packed row do samples share tokens"
@@ -110,7 +118,7 @@ class Collator:
             ids, labels = padded_to(ids, padding, 0), padded_to(labels, padding, IGNORE)[:, here]
             weights = padded_to(weights, padding, 0)[:, here] if weights.size else weights
             token_seeds = padded_to(token_seeds, padding, 0) if drops else token_seeds
-            if self.images.divides:
+            if self.images.divides:  # else the model gets the whole row, and divides it itself
                 edges["position_ids"] = edges["position_ids"][:, here]
                 ids = ids[:, here]
                 token_seeds = token_seeds[:, here] if drops else token_seeds
@@ -136,7 +144,7 @@ class Collator:
 
 def shifted_weights(samples: list[Sample], pack: bool) -> np.ndarray:
     """Return the weight of each label at the position where `packed` or `padded` puts the label, int32, in the shape of
-    their rows; an empty array if all weights are 1."""
+    their rows and in units of 1 / FULL_WEIGHT; an empty array if all weights are 1."""
     if all(sample.weights is None for sample in samples):
         return np.zeros((1, 0), dtype=np.int32)
     full = [np.full(len(own.labels), FULL_WEIGHT) if own.weights is None else own.weights for own in samples]

@@ -29,7 +29,9 @@ class ContextCut:
         return -tokens % self.num_chunks
 
     def chunks(self, tokens: int) -> list[tuple[int, int]]:
-        """Return this rank's chunks of a padded row, each as the range [begin, end) of its positions, ascending."""
+        """Return this rank's chunks of a padded row of `tokens` positions, each as a range [begin, end), ascending.
+        With `paired`, rank i has chunk i from the beginning and chunk i from the end, so that all ranks have about the
+        same work in attention; else rank i has chunk i."""
         assert tokens % self.num_chunks == 0, "a row is padded to a multiple of the number of chunks"
         length = tokens // self.num_chunks
         numbers = (self.index, self.num_chunks - 1 - self.index) if self.paired else (self.index,)

@@ -36,9 +36,18 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """`lengths`: number of words of each record, negative without an image. A step has on each rank `accumulation`
-        micro-batches of `batch_size` records. Raises ConfigError if LLaVA's sampler would fail, or an epoch would have
-        no step."""
+        """Draw the order of the first epoch. A step has on each rank `accumulation` micro-batches of `batch_size`
+        records.
+
+        Args:
+            lengths: number of words of each record, negative without an image.
+            seed: the seed that LLaVA's training was given.
+            grouped: whether LLaVA's `group_by_modality_length` is on, which puts records of similar length together,
+                with and without images apart.
+
+        Raises:
+            ConfigError: LLaVA's sampler would fail, or an epoch would have no step.
+        """
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation
@@ -83,7 +92,12 @@ class LlavaSampler:
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws."""
+        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws.
+
+        With several ranks, accelerate's generator (`sampler_generator`) draws the order or, with `grouped`, that of the
+        megabatches, which are groups of records of similar length. All other numbers come from the generator of the
+        process.
+        """
         # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         is_one_rank = self.world_size == 1

@@ -36,7 +36,8 @@ class Outbox:
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a step to an empty file. Raise OSError if the system is out of memory."""
+        """Write the tensors of a step to an empty file, and return what the rank needs to read them (`Sent`). Raise
+        OSError if the system is out of memory."""
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
         assert file is not None, "there are as many files as steps in transfer"
         size = 0

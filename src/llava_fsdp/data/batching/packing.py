@@ -29,7 +29,8 @@ def split_step(lengths: list[int], world_size: int, micro_batch_size: int, round
     indices into `lengths`, the tokens of each sample.
 
     Samples are sorted by length, so that there is little padding, and all ranks process samples of similar length at
-    the same time. Every rank gets the same number of micro-batches; with few samples some of them are empty.
+    the same time. Every rank gets the same number of micro-batches, which `rounded` raises to a number that is allowed;
+    with few samples some micro-batches are empty.
     """
     count = rounded(num_micro_batches(len(lengths), world_size, micro_batch_size))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -60,6 +61,7 @@ def pack_step(
     Args:
         lengths: at most `most_tokens` each.
         costs: of each sample, whole numbers from 1 in any unit.
+        rounded: raises the number of micro-batches of a rank to one that is allowed, such as a multiple of 4.
     """
     assert max(lengths, default=0) <= most_tokens, "a sample is never split"
     tokens, work = np.array(lengths, dtype=np.int64), np.array(costs, dtype=np.float64)

@@ -144,14 +144,16 @@ class Shuffle(EpochSampler):
         )
 
     def drawn(self, number: int) -> np.ndarray:
-        """Compute the records of epoch `number` in a random order, int32 or int64 [samples_per_epoch]."""
+        """Compute the records of epoch `number` in a random order, int32 or int64 [samples_per_epoch]: all records or,
+        with `data.sources`, those that `members` takes from each source."""
         order = permutation(self.samples_per_epoch, "order", self.seed, number)
         if not self.shares:
             return order
         return np.concatenate([self.members(share, number) for share in self.shares])[order]
 
     def members(self, share: SourceShare, epoch: int) -> np.ndarray:
-        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples].
+        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples], in ascending
+        order; `drawn` shuffles them.
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source's records. So
         each record is used once before any record is used again, however few an epoch takes.
@@ -174,8 +176,9 @@ class ComputedShuffle(EpochSampler):
         """Return the records from position `begin` to `end` - 1 of an epoch's order, int64 [end - begin]. The samples
         of all data sources are permuted together."""
         samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
-        if not self.shares:
+        if not self.shares:  # each record is one sample
             return samples
+        # the samples of an epoch are numbered source by source; replace each number by a record of its source
         ends = np.cumsum([share.samples for share in self.shares])
         owners = np.searchsorted(ends, samples, side="right")
         for owner in np.unique(owners).tolist():

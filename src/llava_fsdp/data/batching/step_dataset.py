@@ -55,8 +55,13 @@ class Steps(Dataset):
         cost: CostModel,
         cut: ContextCut | None = None,
     ):
-        """Only ranks that process different rows count in `rank` and `world_size`; `cost` estimates the FLOPs of
-        samples; `cut` says which positions of each row this rank processes (None: all)."""
+        """Prepare to read steps. `cfg` is the configuration of the training.
+
+        Args:
+            rank, world_size: number of this rank, and number of ranks; ranks that process the same rows count as one.
+            cost: estimates the FLOPs of samples.
+            cut: which positions of each row this rank processes; None: all.
+        """
         self.records = records
         self.sampler = sampler
         self.encoder = encoder
@@ -79,6 +84,7 @@ class Steps(Dataset):
         self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
         self.sources = cfg.data.source_names
         self.has_pairs = cfg.data.pairs
+        # whether a pair of answers is two samples, each with the prompt
         self.copies_prompt = cfg.data.pairs and not cfg.data.prompt_once
         self.ends = np.cumsum(records.source_counts)
 
@@ -123,7 +129,9 @@ class Steps(Dataset):
         return Step(facts, micros)
 
     def keys_of(self, step: int, numbers: list[int]) -> SampleKeys:
-        """Return the dropout seeds and the data sources of records, and of pairs their numbers."""
+        """Return what a micro-batch needs to know of the records with these numbers beside their content: their dropout
+        seeds, if there is dropout; their data sources, if there are several; and the numbers, if records are pairs of
+        answers. Else these lists are empty."""
         seeds = [derive("dropout", self.seed, step, n) % 2**31 for n in numbers] if self.drops else []
         sources = self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
         return SampleKeys(seeds, sources, numbers=numbers if self.has_pairs else [])
@@ -182,8 +190,17 @@ class Steps(Dataset):
 
     def prepare_shared(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
         """Read and collate a row that several ranks process together, for a model that divides it itself: every rank
-        reads all of its images. An image that cannot be read is treated as in `prepare_part`, because another rank of
-        the row may be able to read it."""
+        reads all of its images.
+
+        If an image cannot be read and `data.bad_records=skip`, a black one takes its place, and the sample is added to
+        `facts.skipped`; `Loader.agree` then removes the sample's labels on all ranks. The sample must stay in the row,
+        because another rank of the row may be able to read the image.
+
+        Args:
+            numbers: numbers of the records in the row.
+            facts: counts of the whole step.
+            micro_batches: number of rows of the step.
+        """
         self.records.fetch_ahead(set(numbers))
         rows = [self.read_or_black(number, facts) for number in numbers]
         kept = numbers if self.bad_records is BadRecords.skip else []
@@ -253,15 +270,15 @@ class Steps(Dataset):
         return sample, [self.tiles(record, number, sample.place(n)) for n in range(len(sample.images))]
 
     def skip_or_raise(self, number: int, error: DataError) -> SkippedSample:
-        """Return what describes a record that is left out because of an error. Raise the error instead if
-        `data.bad_records=fail`, or if it has no kind."""
+        """Return a description of a record that is left out because of an error. Raise the error instead if
+        `data.bad_records=fail`, or if it has no `kind` of bad record: then the record cannot be left out."""
         if self.bad_records is BadRecords.fail or error.kind is None:
             raise error
         return SkippedSample(number, self.records.where(number), error.kind, str(error), self.facts(0, [number]))
 
     def encode(self, record: Record, number: int) -> Sample:
         """Encode a record; raise DataError if it is not what it was when it was indexed."""
-        if self.image_reader.status is not None:
+        if self.image_reader.status is not None:  # note what this worker reads, for messages
             self.image_reader.status.at(record.where)
         sample = self.encoder(record, self.records.turns(number))
         records = self.records
@@ -292,7 +309,7 @@ class Steps(Dataset):
         try:
             return self.records[number]
         except DataError as error:
-            if error.kind is None:
+            if error.kind is None:  # it already stops the run
                 raise
             raise DataError(
                 f"{error}. It was right when the dataset was examined: the file has changed since, or its index "
@@ -300,8 +317,8 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Return the names of the records that ranks process in a step; of all ranks if none is given. Several ranks
-        may process the same rows."""
+        """Return the names of the records that some ranks process in a step; those of all ranks if `ranks` is empty.
+        Here ranks are numbered so that those that process the same rows count separately."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank, size = self.assignment(step, numbers), self.ranks_per_row

@@ -62,8 +62,9 @@ class TileInputs:
         per_tile, shown, firsts, begin = self.image_reader.tokens.features, [], list[int](), 0
         for sample, images in rows:
             counts = [len(tiles) * per_tile for tiles in images]
-            for part in sample.parts[: 1 if sample.shared else None]:  # a shared prompt has all images
-                new = [0] * len(counts) if part is sample.rejected else counts  # it has the features of the chosen one
+            # of a pair, both answers; if they share the prompt, the images are only in the first one
+            for part in sample.parts[: 1 if sample.shared else None]:
+                new = [0] * len(counts) if part is sample.rejected else counts  # the rejected one adds no features
                 shown += zip(part.image_rows, new, strict=True)
                 firsts += [*itertools.accumulate(counts, initial=begin)][:-1]
             begin += sum(counts)

@@ -53,11 +53,11 @@ class DataFiles:
                 exist in the remote folder.
             SourceError: the file cannot be read, or is shorter than when the dataset was examined.
         """
-        if location.file in self.remote:
+        if location.file in self.remote:  # a remote file of the dataset, with many images
             return read_image(RemoteReader(self._ahead, self.remote[location.file]), location, self._pages)
         if not is_remote(location.file):
             return read_image(self._local(location.file), location, self._pages)
-        try:
+        try:  # a file of a remote folder, whose size `fetch_ahead` may have found out
             file = self._found.get(location.file) or self._ahead.storage.stat(location.file)
             return read_image(RemoteReader(self._ahead, file), without_excess(location, file), self._pages)
         except RemoteGone:
@@ -157,6 +157,7 @@ class BlockReader:
     """Reads a remote file from beginning to end, in requests of BLOCK bytes. Implements `file_reader.Reader`."""
 
     def __init__(self, storage: RemoteStorage, file: RemoteFile):
+        """Prepare to read a remote file; nothing is requested yet."""
         self.storage = storage
         self.file = file
         self.name, self.size = file.name, file.size
@@ -165,7 +166,8 @@ class BlockReader:
     def read(self, offset: int, size: int, /) -> bytes:
         """Return exactly `size` bytes from `offset`, out of the block that was requested last if it contains them."""
         if offset < self._begin or offset + size > self._begin + len(self._block):
-            # a block that would go past the end of the file ends there; a Parquet file's end is read first
+            # a block that would go past the end of the file is moved back to end there, because the end of a Parquet
+            # file is read in several small parts
             self._begin = max(0, min(offset, self.size - BLOCK)) if size < BLOCK else offset
             length = min(max(size, BLOCK), self.size - self._begin)
             self._block = self.storage.read_range(self.file, self._begin, length)

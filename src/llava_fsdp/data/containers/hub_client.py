@@ -51,7 +51,8 @@ class HubClient:
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
         """List the files below a folder whose relative paths begin with `start`, as {path: file}; or the file that the
-        URL names, with an empty path. A branch or tag in the URL is resolved to its commit."""
+        URL names, with an empty path. A branch or tag in the URL is resolved to its commit. Raise Failure if that takes
+        more than `seconds`, or the hub refuses."""
         from huggingface_hub.hf_api import RepoFile
 
         end = time.monotonic() + seconds
@@ -84,14 +85,16 @@ class HubClient:
         return files
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """Return the URL of a folder, without a final slash and with its branch or tag replaced by the commit."""
+        """Return the URL of a folder, without a final slash and with its branch or tag replaced by the commit. Raise
+        Failure without an answer within `seconds`."""
         repo, revision, path = split_url(folder)
         with failures():
             commit = self.api.dataset_info(repo, revision=revision, timeout=min(self.idle, seconds)).sha
         return f"hf://datasets/{repo}@{commit}/{path}".rstrip("/")
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """Request the size and the version of a file. The answer also has the file's address, which `fetch` uses."""
+        """Request the size and the version of a file. The answer also has the file's address, which `fetch` uses. Raise
+        Failure without an answer within `seconds`."""
         address = self._address(url)
         with failures():
             metadata = self.api.get_hf_file_metadata(url=address, timeout=min(self.idle, seconds))
@@ -114,8 +117,8 @@ class HubClient:
             self.addresses.pop(next(iter(self.addresses), ""), None)  # another thread may have taken one out
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
-        """Read a range of a file, following redirects. The address behind them is kept for later reads until it
-        expires."""
+        """Read a range of a file within `seconds`, following redirects. The address behind them is kept for later reads
+        until it expires. Raise Failure if the range cannot be read."""
         end = time.monotonic() + seconds
         url = self._address(file.name)
         address, valid_until = self.addresses.get(url, (url, 0.0))

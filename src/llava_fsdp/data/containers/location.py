@@ -42,6 +42,7 @@ class ImageLocation:
         assert self.size is not None or (self.offset == 0 and self.page is None), self
 
     def __str__(self) -> str:
+        """Return the location as messages name it."""
         if self.size is None:
             return self.file
         where = f"{self.file}, {self.size} bytes at byte {self.offset}"
@@ -54,7 +55,8 @@ class ImageLocation:
 
 
 def location_from(file: str, values: Any) -> ImageLocation:
-    """Undo `ImageLocation.to_json`; raise ValueError if the values are not from it."""
+    """Return an image's location in `file` from the list that `ImageLocation.to_json` writes: name, offset, size, and
+    the fields of the compressed page or None. Raise ValueError for other values."""
     match values:
         case [None | str() as name, int() as offset, int() as size, page] if offset >= 0 and size >= 0:
             return ImageLocation(file, offset, size, None if page is None else page_from(page), name)
@@ -62,7 +64,7 @@ def location_from(file: str, values: Any) -> ImageLocation:
 
 
 def page_from(values: Any) -> Page:
-    """Return a page from the values of its fields; raise ValueError if they are not those of a page."""
+    """Return a compressed page from the values of its fields, in their order; raise ValueError for other values."""
     match values:
         case [int() as offset, int() as packed, str() as codec, int() as unpacked]:
             if min(offset, packed, unpacked) >= 0 and codec in CODECS:

@@ -89,7 +89,8 @@ class S3Client:
         self.fs.retries = 1  # RemoteStorage repeats requests, within its deadline
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """List the files below a folder whose relative paths begin with `start`, or the version that the URL names."""
+        """List the files below a folder whose relative paths begin with `start`, as {path: file}; or the version of an
+        object that the URL names, with an empty path. Raise Failure if that takes more than `seconds`."""
         bucket, key, version = split_url(folder)
         path = f"{bucket}/{key}"
         if version is None:
@@ -135,7 +136,8 @@ class S3Client:
         return check_length(self._finish(get, seconds), size)
 
     def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Run a request and convert errors of s3fs, botocore and HTTP to `Failure`."""
+        """Run a request for at most `seconds`, and return its result. Errors of s3fs, botocore and HTTP, and a timeout,
+        are raised as `Failure`."""
         from aiohttp import ClientError as HttpError
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -146,8 +148,9 @@ class S3Client:
 
 
 def s3_failure(error: BaseException) -> Failure:
-    """Convert an error of s3fs, botocore or aiohttp into a `Failure`. Its message is not used, because it may contain a
-    URL with a signature."""
+    """Convert an error of s3fs, botocore or aiohttp into a `Failure`, by the HTTP status of the answer if there is one:
+    access refused (RemoteForbidden), no such object (RemoteGone), or another error, after which a request may be
+    repeated (RemoteAway). The message of the error is not used, because it may contain a URL with a signature."""
     from botocore.exceptions import (
         NoCredentialsError,
         ParamValidationError,
@@ -224,7 +227,8 @@ class GsClient:
         return check_length(data, size)
 
     def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Run a request and convert errors of gcsfs, Google's authentication and HTTP to `Failure`."""
+        """Run a request for at most `seconds`, and return its result. Errors of gcsfs, Google's authentication and
+        HTTP, and a timeout, are raised as `Failure`."""
         from aiohttp import ClientError as HttpError
         from gcsfs.retry import HttpError as StatusError  # pyright: ignore[reportMissingImports]
         from google.auth.exceptions import GoogleAuthError  # pyright: ignore[reportMissingImports]

@@ -69,7 +69,8 @@ class RangeCache:
         return self.folder / name[:2] / name
 
     def get(self, content: str, offset: int, size: int) -> bytes | None:
-        """Return a range; None if the cache does not have it."""
+        """Return the range of `size` bytes from `offset` in the file version that `content` identifies; None if the
+        cache does not have it."""
         path = self.path(content, offset, size)
         try:
             data = self._read(path, size)
@@ -82,7 +83,8 @@ class RangeCache:
         return data
 
     def put(self, content: str, offset: int, data: bytes) -> None:
-        """Add a range. If the disk is full or fails, nothing is added, and a warning is logged once."""
+        """Add the range `data`, from `offset` on, of the file version that `content` identifies. If the disk is full or
+        fails, nothing is added, and a warning is logged once."""
         path = self.path(content, offset, len(data))
         staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
         try:
@@ -118,6 +120,7 @@ class RangeCache:
                 stored = file.read(size + DIGEST)
                 data, found = stored[:size], stored[size:]
                 if found == digest(path.name, data):
+                    # the modification time is the time of the last use
                     if time.time() - status.st_mtime > USED_AGAIN:
                         os.utime(descriptor)
                     return data
@@ -151,8 +154,9 @@ class RangeCache:
     def _evict(self) -> int:
         """Delete the entries whose last use is longest ago, and unfinished ones of killed processes. Return the size of
         the rest."""
-        # First add up sizes by the second of last use: a list of many millions of entries takes too much memory. `last`
-        # is then the latest second from which entries must be deleted: all of earlier seconds are, and some from it
+        # First add up the sizes by the second of the last use, because a list of many millions of entries would take
+        # too much memory. Then find the second `last`: all entries of earlier seconds are deleted and, of this second,
+        # the oldest until enough space is free
         used: Counter[int] = Counter()
         for _, status in self._entries():
             used[int(status.st_mtime)] += on_disk(status.st_size)

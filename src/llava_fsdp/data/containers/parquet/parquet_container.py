@@ -76,6 +76,7 @@ class ReaderFile(io.RawIOBase):
         return len(data)
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Read at most `size` bytes from the current position; all that are left if `size` is None or negative."""
         left = max(0, self.reader.size - self.at)
         data = self.reader.read(self.at, left if size is None or size < 0 else min(size, left)) if left else b""
         self.at += len(data)
@@ -100,7 +101,7 @@ class GroupLocations:
     def count(self, row: int) -> tuple[int, int]:
         """Return (number of images, number of nulls) of a row, whose column has a list of images."""
         sizes = self.values.size[self.first[row] : self.first[row + 1]]
-        images = int(np.count_nonzero(sizes >= 0))
+        images = int(np.count_nonzero(sizes >= 0))  # a null has size -1
         return images, len(sizes) - images
 
     def location(self, index: int) -> ImageLocation | None:
@@ -137,7 +138,8 @@ class ParquetContainer:
         return EXPANSION * max(LEAST_SIZE, self.reader.size)
 
     def check_rows(self) -> None:
-        """Raise DataError if the file is too small for the number of rows that it claims, unless all rows are equal."""
+        """Raise DataError if the file claims more rows than its size allows, since rows that differ take several bytes
+        each. A small number of rows (ROWS_FREE) is always allowed."""
         rows, most = sum(self.rows(group) for group in range(self.groups)), ROWS_PER_BYTE * self.reader.size
         if rows > max(ROWS_FREE, most):
             self.footer.refuse(

@@ -46,7 +46,8 @@ class Chunk:
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
-        """Raise a DataError about the column chunk."""
+        """Raise a DataError about the column chunk. Its message has the `problem`, and ends with what the user can do
+        (`cure`)."""
         raise DataError(
             f"{self.file.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
         ).about(file=self.file.name, key=self.column)

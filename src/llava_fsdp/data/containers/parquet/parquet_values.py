@@ -206,7 +206,7 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
 
 def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
     """Find the positions of the values of a page in the encoding PLAIN: each value is preceded by its length in four
-    bytes. If the page is compressed, it is appended to `pages`."""
+    bytes. If the page is compressed, it is appended to `pages`, and the positions are within it."""
     if count > MOST_IMAGES:
         raise Malformed(f"it has {count} values, most are {MOST_IMAGES}")
     if 4 * count > body.end - body.begin:
