@@ -105,7 +105,7 @@ class Asked:
     def variables(self, turn: int) -> dict[str, Any]:
         """Return the variables of the template with which the answer with index `turn` is rendered. If the answer has a
         thought, and the template has a variable that switches thoughts on, this is true. Otherwise there are none, and
-        the template's defaults count."""
+        the template's own value of that variable counts."""
         switch = self.features.switch
         return {} if switch is None or self.messages[turn].thought is None else {switch: True}
 
@@ -326,8 +326,8 @@ def without_quotes(text: str) -> str:
 
 
 def guard(text: str, special: Sequence[Stretch]) -> str:
-    """Return a text with BREAK behind the first character of each range in `special`, so that what a record says is not
-    taken for a special token or placeholder of the template."""
+    """Return a text with the character BREAK behind the first character of each range in `special`. In a text of a
+    record, the ranges are those that would be taken for special tokens or placeholders of the template."""
     for begin, _ in reversed(special):
         text = f"{text[: begin + 1]}{BREAK}{text[begin + 1 :]}"
     return text
