@@ -82,8 +82,8 @@ class DoctorContext:
 
     @cached_property
     def needs(self) -> Needs:
-        """Memory and disk space of the training in its best layout on this machine. Raises the planner's errors if they
-        cannot be predicted."""
+        """Memory and disk space of the training on this machine, in the layout (sharding, offload and so on) that the
+        planner finds best. Raises the planner's errors if they cannot be predicted."""
         import torch
 
         from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes
@@ -103,6 +103,7 @@ class DoctorContext:
 
         planner, (row, *_) = best_layout(cfg, world, parts.language, planner_of)
         export = sum(w.count for w in planner.whole_weights) * ITEM_SIZE[self.cfg.export.stored]
+        # bytes of inputs that are held for the whole step, and for each micro-batch those held while it runs
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(
             row,

@@ -121,8 +121,8 @@ class Sample:
 
     @property
     def weight(self) -> int:
-        """Sum of the weights of the labels, in units of 1 / FULL_WEIGHT. The first token does not count, because no
-        token before it predicts it."""
+        """Sum of the weights of the labels, in units of 1 / FULL_WEIGHT. The label of the first token does not count,
+        because no token before it predicts it. A pair has no weights, and the labels of both its answers count."""
         if self.weights is None:
             return self.num_labels * FULL_WEIGHT
         return int(self.weights[1:][self.labels[1:] != IGNORE].sum(dtype=np.int64))
