@@ -118,7 +118,7 @@ def nvme(context: DoctorContext) -> Iterator[Finding]:
     if not needed:
         return
     path = nearest_existing(context.output_dir if folder is None else Path(folder))
-    # states: master weights and optimizer states of all ranks of this machine
+    # states: the parameters, gradients and optimizer state that all ranks of this machine offload to files
     cure = "make room, or give an offload.folder on a larger disk"
     yield from disk.judge_room("room in offload.folder", path, free_bytes(path), needed, "states take", cure)
     yield from disk.judge_speed("speed of offload.folder", path, 0)

@@ -153,8 +153,8 @@ def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tu
 
 
 def reads_pieces(folder: Path, config: dict) -> bool:
-    """Return whether the tokenizer is read from its `tokenizer.model`, and not from its `tokenizer.json`. The former is
-    preferred only if `config`, the content of `tokenizer_config.json`, means a Llama tokenizer."""
+    """Return whether the tokenizer is read from its `tokenizer.model`, and not from its `tokenizer.json`. If the folder
+    has both, this is so only for the class of a Llama tokenizer in `config`, the content of `tokenizer_config.json`."""
     has_both = (folder / "tokenizer.json").is_file()
     return (folder / "tokenizer.model").is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not has_both)
 
@@ -227,8 +227,7 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, path: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]):
         """Read a `tokenizer.json` with the tokenizers library. Some Llama tokenizers put a space (`▁`) only before a
-        whole text. For these (`_prefixes`) it is switched off in the library, and this class puts it there, because a
-        text is tokenized in parts here.
+        whole text. For these (`_prefixes`) it is switched off in the library, and this class puts it there.
 
         Args:
             path: the file.
@@ -284,9 +283,9 @@ class JsonTokenizer(Tokenizer):
         return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
 
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
-        """Return the ids of the tokens that `encode` returns, faster in most cases, without the ranges of characters.
-        If the text begins with an image, which gives no token, the rest is tokenized as text that follows a special
-        token. `special`: ranges of characters that are read as special tokens or stand for images."""
+        """Return the ids of the tokens that `encode` returns. A text whose only image, if there is one, is at its
+        beginning is tokenized directly: the image gives no token, and the rest is text that follows a special token.
+        `special`: ranges of characters that are read as special tokens or stand for images."""
         begin = special[0][1] if special and special[0][0] == 0 and text[: special[0][1]] not in self._special else 0
         part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
         if self._prefixes or own != self.find_special(part):
