@@ -104,6 +104,7 @@ def data(context: DoctorContext) -> Iterator[Finding]:
     """Measure how fast the files of records and the images are read."""
     records, images = config_checks.data_paths(context.cfg)
     for key, path in records.items():
+        # the validation set (`val`) has an index of its own
         cfg = context.cfg if key.startswith("data.") else context.cfg.held_out
         yield from disk.judge_records(key, path, cfg.data.index_folder)
     for key, path in images.items():

@@ -145,8 +145,8 @@ class AnswerWriter:
 
     def with_pictures(self, turn: Turn, has_images: bool) -> Turn:
         """Return a turn as one text, in which the character PICTURE stands for each image tag. Without images, or in a
-        turn whose role has none (an answer), the tag is plain text, and stays. In a question, a single tag moves to the
-        front."""
+        turn whose role has none (such as an answer), the tag is plain text, and stays. In a question, a single tag
+        moves to the front."""
         if not has_images or turn.role not in READS_IMAGES:
             return replace(turn, parts=None)
         text = image_first(turn.text, has_images) if turn.role == "human" else turn.text

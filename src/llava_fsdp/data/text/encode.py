@@ -351,7 +351,8 @@ class OriginalEncoder:
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode a record as in training, without truncation, and truncated to each of the lengths `limits` that it
-        exceeds. Raise DataError if LLaVA would fail at it."""
+        exceeds, to find what other settings of `data.max_length` would lose. Raise DataError if LLaVA would fail at
+        it."""
         check_like_original(self.teaching.weighted(record), self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample

@@ -235,6 +235,6 @@ def random_values(model: Llava) -> dict[str, Drawn]:
 def scale(shape: torch.Size) -> float:
     """Return the standard deviation of the random values of a small copy's parameter with this shape: that with which a
     matrix keeps the size of its inputs, and 0.5 for a vector."""
-    # a parameter of more than three dimensions is a convolution; three are those of several experts' matrices
+    # more than three dimensions: a convolution over images, each output of which sums over all dimensions but the first
     fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
     return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5
