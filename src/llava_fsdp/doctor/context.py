@@ -31,7 +31,7 @@ class DoctorContext:
     """Input of all checks: the training's configuration, and facts about this machine, each computed once."""
 
     def __init__(self, cfg: DoctorConfig):
-        """Begin with no facts. Checks set the attributes below, and later checks read them."""
+        """Begin with no facts. Checks set `is_missing` and `unreadable_key`, and later checks read them."""
         self.cfg = cfg
         self.is_missing = False
         """Whether a path that the configuration names does not exist."""
