@@ -39,9 +39,9 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule:
     """Return the largest numbers of tokens, images, tiles and labels that a micro-batch can have. A real micro-batch
     never reaches all of them at once.
 
-    The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
-    one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
-    fewest tokens; all other tokens are labels.
+    The rows are full of tokens. There are as many images as fit, each followed by one token of text; of all sizes of
+    images, that with the most tiles counts. The number of labels is that of samples with `data.max_length` tokens that
+    begin with one image of the fewest tokens: all tokens are labels but the first one and those of this image.
 
     Args:
         cut: how several ranks divide a row; None: a rank has whole rows.
@@ -61,7 +61,7 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule:
         each = len(rule.of(size, 1))
         rank_tokens = tokens // context
         images = max(1, rank_tokens // (each + 1)) if cfg.packs else cfg.micro_batch_size
-        if cut:  # an image at a border of a chunk shows on both sides
+        if cut:  # a rank has several chunks of the row, and an image may cross the border at each end of a chunk
             chunks = cut.num_chunks // cut.size
             images = min(chunks * (rank_tokens // chunks // (each + 1) + 2), max(1, tokens // (each + 1)))
         tiles, image_tokens = images * rule.count_tiles(size, 1), min(rank_tokens, images * each)
@@ -79,7 +79,8 @@ def synthetic_micro_batch(
     Args:
         pack: whether all samples are in one packed row; else each has a padded row.
         blends: whether image tokens are weighted sums of four vision features.
-        given: the token ids and images of a model that has no tiles.
+        given: inputs whose token ids, images and boundaries of samples are used instead, for a model of transformers
+            that takes images in another form than tiles; None: a model that takes tiles.
     """
     rows = 1 if pack else len(contents.lengths)
     ids = given["input_ids"] if given is not None else torch.zeros((rows, contents.tokens // rows), dtype=torch.int64)
@@ -111,8 +112,9 @@ def black_tiles(contents: Contents, shape: ModelShape, blends: bool) -> dict[str
 
 
 def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, Any]:
-    """Return the fields of MicroBatch that separate the samples of a packed row: those of `given` if it has them. If
-    several ranks share the row, the position ids are those of one rank's part."""
+    """Return the fields of MicroBatch that separate the samples of a packed row. They come from `given["segments"]`, if
+    `given` has inputs with these, else from the lengths of the samples. If several ranks share the row, the position
+    ids have the length of one rank's part."""
     if given is not None and given["segments"] is not None:
         return dict(zip(("position_ids", "cu_seqlens", "lengths"), given["segments"], strict=True))
     found = boundaries(contents.lengths)
@@ -120,11 +122,13 @@ def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, A
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Return how many micro-batches a dry run computes for a step: at most two, because all later ones would be like
-    the second; or twice as many as there are stages of the model, after which a pipeline is full. `world_size`: number
-    of ranks, in which the ranks that divide each layer among them (`parallel.tensor`) count as one."""
+    """Return how many micro-batches a dry run computes for a step, at most as many as a real step has. Two are enough,
+    because all later ones would be like the second. With pipeline parallelism, twice as many as the model has stages
+    are enough, because a pipeline is then full. `world_size`: number of ranks, in which the ranks that divide each
+    layer among them (`parallel.tensor`) count as one."""
     parallel = cfg.parallel
-    at_once = len(contents.lengths) * world_size  # samples, each counted once on every rank that has a part of it
+    # samples in one micro-batch of all ranks; a sample counts on every rank that has a part of it or of the model
+    at_once = len(contents.lengths) * world_size
     needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / at_once)
     most = 2 if parallel.pipeline == 1 else parallel.num_micro_batches(2 * parallel.num_stages)
     return min(most, parallel.num_micro_batches(needed))
@@ -138,11 +142,13 @@ def synthetic_step(
     world_size: int,
     given: ForwardInputs | None = None,
 ) -> Step:
-    """Return this rank's part of a synthetic step, with the counts of all ranks.
+    """Return a training step with synthetic data: this rank's micro-batches, which are all alike, and the counts over
+    all ranks.
 
     Args:
         world_size: number of ranks, in which the ranks that divide each layer among them count as one.
-        given: the token ids and images of a model that has no tiles.
+        given: inputs of a model of transformers that takes images in another form than tiles; None: black tiles are
+            made.
     """
     count = micro_batches_of(contents, cfg, world_size)
     # micro-batches of all ranks; those of ranks that share rows are parts, of which `contents.context` make whole rows
@@ -152,14 +158,14 @@ def synthetic_step(
         number,
         samples=rows * len(contents.lengths),
         tokens=times * contents.tokens,
-        pairs=rows * sum(length**2 for length in contents.lengths),
+        pairs=rows * sum(length**2 for length in contents.lengths),  # pairs of tokens
         label_tokens=times * contents.labels,
         images=times * contents.images,
         tiles=times * contents.tiles,
     )
     blends = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens).blends
     micros = [synthetic_micro_batch(contents, shape, cfg.packs, blends, given) for _ in range(count)]
-    if cfg.data.pairs:  # one pair, whose answers have every other label
+    if cfg.data.pairs:  # samples are pairs of answers: one pair, whose answers have the labels in turn
         zero = torch.zeros(1, dtype=torch.int64)
         micros = [
             replace(micro, label_answers=torch.arange(contents.labels) % 2, pair_sources=zero, pair_numbers=zero)

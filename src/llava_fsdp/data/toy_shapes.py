@@ -208,7 +208,8 @@ def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
 ) -> None:
-    """Draw a shape around the point (x, y), `half` of a side from there to its edge, all in pixels."""
+    """Draw a shape with its center at the point (x, y). `half` is half the side of the square that it fits into. All
+    numbers are in pixels."""
     if shape == "ring":
         draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
     elif shape == "bar":

@@ -60,7 +60,13 @@ class Prompts:
 
 def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, source: int = 0) -> HeldOutQuestion:
     """Make a prompt from the first question of a validation record, with the conversation template that training uses.
-    `source`: index of the record's data source.
+    Only the images of this question are used. If the record's answer has a thought, the prompt asks for one.
+
+    Args:
+        encoder: encodes records in training; its template and settings are used.
+        reader: reads images; here it only says where they are and, unless the encoder does it, how many tokens they
+            have.
+        source: index of the record's data source.
 
     Raises:
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
@@ -89,7 +95,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
         sizes, frames = sizes[:num_images], frames[:num_images]
     shown = replace(record, images=names, sizes=sizes, frames=frames)  # with the images of this question alone
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
-    if isinstance(encoder, ProcessorEncoder):
+    if isinstance(encoder, ProcessorEncoder):  # the model's processor prepares images, and determines their tokens
         shapes = [encoder.shape(shown, number) for number in range(num_images)]
         sample = encoder.encode(segments, names, shapes, record.where)
         files = tuple(reader.checked_path(record, name) for name in sample.images)
@@ -108,7 +114,9 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token."""
+    """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token,
+    because a rank without a prompt runs the model with the others. `collate` prepares the images, and adds blank
+    samples for a model that needs an image in each batch."""
     rows = collate.images.completed(list(rows), True)
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)

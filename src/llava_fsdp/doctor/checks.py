@@ -104,6 +104,7 @@ def data(context: DoctorContext) -> Iterator[Finding]:
     """Measure how fast the files of records and the images are read."""
     records, images = config_checks.data_paths(context.cfg)
     for key, path in records.items():
+        # the validation set (`val`) has an index of its own
         cfg = context.cfg if key.startswith("data.") else context.cfg.held_out
         yield from disk.judge_records(key, path, cfg.data.index_folder)
     for key, path in images.items():
@@ -111,12 +112,14 @@ def data(context: DoctorContext) -> Iterator[Finding]:
 
 
 def nvme(context: DoctorContext) -> Iterator[Finding]:
-    """Check room and speed of the disk to which states are offloaded; no result if nothing is offloaded to disk."""
+    """Check room and speed of the disk to which states are offloaded; no result if nothing is offloaded to disk, or it
+    is not known how much."""
     folder = context.cfg.offload.folder
     needed = 0 if context.known_needs is None else context.known_needs.row.disk * context.ranks
     if not needed:
         return
     path = nearest_existing(context.output_dir if folder is None else Path(folder))
+    # states: the parameters, gradients and optimizer state that all ranks of this machine offload to files
     cure = "make room, or give an offload.folder on a larger disk"
     yield from disk.judge_room("room in offload.folder", path, free_bytes(path), needed, "states take", cure)
     yield from disk.judge_speed("speed of offload.folder", path, 0)
@@ -139,7 +142,8 @@ def places(context: DoctorContext) -> Iterator[Finding]:
     read = paths_read(context.cfg)
     for finding in config_checks.judge_model(context.cfg, os.environ, config_checks.hub_cache(os.environ)):
         # memory can be planned even if the model is missing, from the model shapes that the package knows
-        if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):  # no file has this name
+        # a result is named by the key of a part; "\0" stands for a key without a path, because no file has this name
+        if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):
             context.unreadable_key = finding.name
         yield finding
 
@@ -167,7 +171,7 @@ def plan(context: DoctorContext) -> Iterator[Finding]:
 
 def training(context: DoctorContext) -> Iterator[Finding]:
     """Make the checks that a training makes before it reads its dataset or its weights, by the training's own
-    functions."""
+    functions. There is no result if a path is missing, which an earlier check reports."""
     if context.is_missing:
         return
     import torch

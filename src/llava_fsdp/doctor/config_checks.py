@@ -150,8 +150,8 @@ def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterato
 
 
 def count_steps(cfg: Config) -> int | None:
-    """Return about how many optimizer steps the training has; None if its data files are too large to count their
-    samples, cannot be read, or are not named one by one."""
+    """Return about how many optimizer steps the training has, from `max_steps` or the number of records. Return None if
+    the data files are too large to count their records, cannot be read, or are not all named as local files."""
     if cfg.max_steps is not None:
         return cfg.max_steps
     files = [path for key, path in data_paths(cfg)[0].items() if key.startswith("data.")]

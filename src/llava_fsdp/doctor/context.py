@@ -31,6 +31,7 @@ class DoctorContext:
     """Input of all checks: the training's configuration, and facts about this machine, each computed once."""
 
     def __init__(self, cfg: DoctorConfig):
+        """Begin with no facts. Checks set `is_missing` and `unreadable_key`, and later checks read them."""
         self.cfg = cfg
         self.is_missing = False
         """Whether a path that the configuration names does not exist."""
@@ -82,8 +83,8 @@ class DoctorContext:
 
     @cached_property
     def needs(self) -> Needs:
-        """Memory and disk space of the training in its best layout on this machine. Raises the planner's errors if they
-        cannot be predicted."""
+        """Memory and disk space of the training on this machine, in the layout (sharding, offload and so on) that the
+        planner finds best. Raises the planner's errors if they cannot be predicted."""
         import torch
 
         from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes
@@ -103,6 +104,7 @@ class DoctorContext:
 
         planner, (row, *_) = best_layout(cfg, world, parts.language, planner_of)
         export = sum(w.count for w in planner.whole_weights) * ITEM_SIZE[self.cfg.export.stored]
+        # bytes of inputs that are held for the whole step, and for each micro-batch those held while it runs
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(
             row,

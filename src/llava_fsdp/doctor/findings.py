@@ -50,11 +50,11 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
 
 def result_and_cure(error: Exception | str) -> tuple[str, str]:
     """Split the message of an error or a warning into the problem and the advice. The advice is what follows the last
-    semicolon, or begins with `pip`; empty without advice."""
+    semicolon or, without semicolons, the last colon if it begins with `pip`; it is empty if there is no such sign."""
     for sign in ("; ", ": pip "):
         result, separator, cure = str(error).rpartition(sign)
         if separator:
-            return result, sign[2:] + cure
+            return result, sign[2:] + cure  # `pip ` belongs to the advice
     return str(error), ""
 
 

@@ -141,8 +141,9 @@ class AnswersFile:
 
     @contextlib.contextmanager
     def open_for_writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Context manager that yields a function which appends the answers to questions. Those of `thoughts_cut` are
-        marked. An incomplete last line of the file is removed first.
+        """Context manager that yields a function which appends the answers to questions to the file that this process
+        writes. An answer whose question is in `thoughts_cut`, because it ended within a thought, is marked in its line.
+        An incomplete last line of the file is removed first.
 
         Raises:
             ConfigError: another process has opened the file for writing.
@@ -173,8 +174,8 @@ class AnswersFile:
             yield add
 
     def line(self, question: BenchmarkQuestion, text: str) -> str:
-        """Return an answer as a line of JSON in LLaVA's format. `answer_id` is a hash of question and settings, so it
-        is the same in each run."""
+        """Return an answer as a line of JSON in LLaVA's format, with the settings of this evaluation (`how`) in its
+        metadata. `answer_id` is a hash of question and settings, so it is the same in each run."""
         metadata = {"number": question.number, "image": list(question.images), "how": self.settings}
         if question.tools:
             metadata["tools"] = tools_digest(question)

@@ -44,6 +44,7 @@ def guesses_of(task: Task, questions: Sequence[BenchmarkQuestion]) -> list[str]:
     as_written: dict[str, str] = {}
     for question in questions:
         count = counts.setdefault(text_of(question), Counter())
+        # each different answer once, in the form in which it comes first
         for answer in {normalize(text): text for text in reversed(question.references)}.values():
             count[normalize(answer)] += SCORES[task]([question], [answer])["accuracy"]
             as_written.setdefault(normalize(answer), answer)

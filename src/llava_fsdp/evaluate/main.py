@@ -52,8 +52,10 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Let a model answer the questions of a benchmark by greedy decoding, and print the scores. With task=pairs,
-    compare how probable it finds two answers."""
+    """Let a model answer the questions of a benchmark by greedy decoding, and print the scores. If torchrun has started
+    several processes, they divide the questions, and the first one prints. The questions are asked again with blank
+    images if the configuration says so, to compare the accuracy. With task=pairs, the model answers nothing; it is
+    computed how probable it finds the two answers of each pair."""
     shard = open_shard(cfg)
     if cfg.task in (Task.conversations, Task.pairs):
         draw_shapes(cfg.data)
@@ -155,7 +157,7 @@ class BenchmarkAnswerer:
         self.thoughts_cut = 0
         """Number of answers to the questions, with their own images, that ended within a thought."""
         self.opened = open_as_trained(cfg)
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # only recorded in the answers file, which is continued with equal settings
         if cfg.answers is not None:
             self.settings = {
                 "model": model_digest(cfg.model.checkpoint),

@@ -54,7 +54,9 @@ class PairScore:
 
 
 def evaluate_pairs(cfg: EvaluateConfig) -> dict[str, Any]:
-    """Return the scores of a model on the pairs of `data.path`, and by data source if there are several.
+    """Return how well a model distinguishes the chosen and the rejected answers of the pairs of `data.path`: the mean
+    scores of all pairs and, if there are several data sources, of each. If the configuration says so, also the accuracy
+    with blank images, and scores relative to a second model (`cfg.reference`).
 
     Raises:
         ConfigError: there are several processes.
@@ -107,8 +109,9 @@ def scores_of(model: Answerer, pairs: Sequence[Pair], size: int, what: str, blan
 
 
 def summary(found: Sequence[PairScore], reference: Sequence[PairScore] | None) -> dict[str, Any]:
-    """Return the mean scores of pairs. With a reference, margins are those of a training: of the model minus of the
-    reference."""
+    """Return the mean scores of pairs. A margin is the log-probability of the chosen answer minus that of the rejected
+    one; `accuracy` is the share of pairs whose margin is above 0. With a reference, the margin that it gives is
+    subtracted from that of the model, as in the loss of a training."""
     others = [0.0] * len(found) if reference is None else [own.margin for own in reference]
     margins = [own.margin - other for own, other in zip(found, others, strict=True)]
     count = len(found)

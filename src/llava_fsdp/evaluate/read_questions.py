@@ -193,5 +193,6 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)
     references, choices = answers_in_entry(raw, task, where)
     tagged = with_image_tag(text, images)
-    prompt = tagged if task is Task.multiple_choice else text  # the original's scorer looks for it
+    # the text in the answers file, in which LLaVA's scorer of multiple-choice answers looks for the image tag
+    prompt = tagged if task is Task.multiple_choice else text
     return BenchmarkQuestion(number, identity, prompt, tagged, images, where, references, choices, groups)

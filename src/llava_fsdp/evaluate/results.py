@@ -59,8 +59,8 @@ SCORES: dict[Task, Score] = {
 
 
 def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the groups of a question, by (kind, name). Multiple-choice questions are also grouped by whether they have
-    an image."""
+    """Return the groups of a question that are also scored separately, as (kind, name). Multiple-choice questions are
+    also grouped by whether they have an image."""
     if task is not Task.multiple_choice:
         return question.groups
     return (*question.groups, ("picture", "with" if question.images else "without"))
@@ -76,7 +76,8 @@ def members_of(task: Task, questions: Questions) -> dict[tuple[str, str], list[i
 
 
 def put_beside(result: Numbers, name: str, accuracy: float, groups: Mapping[tuple[str, str], float]) -> None:
-    """Add an accuracy to compare with, in place, to the scores of all questions and of each group, by (kind, name)."""
+    """Add another accuracy, with which the model's own is compared, under the key `name` to the scores `result` of all
+    questions, and to those of each group, in place. `groups`: {(kind, name) of a group: that accuracy}."""
     result[name] = accuracy
     for (kind, group), value in groups.items():
         result["groups"][kind][group][name] = value

@@ -71,6 +71,8 @@ def export(cfg: ConversionConfig) -> Path:
             f"format=peft: peft puts the adapters of source={cfg.source} on their base model as they are; leave it out "
             "to merge them"
         )
+    # the weights of the folders that the source names, before adapters are merged, are compared with what transformers
+    # reads from these folders
     if opened.sources_without_adapters is not None and cfg.verify and not isinstance(opened.source, WholeSource):
         prove_reading(opened.source.model, opened.sources_without_adapters, opened.source.image_tokens)
     if opened.adapted is not None and apart is None and cfg.verify:

@@ -39,9 +39,9 @@ def has_no_tools(value: Any) -> bool:
 
 
 def from_json(what: str, value: Any, bad: Bad, needed: str) -> Any:
-    """Return a value, parsed if it is JSON text. Raise the error that `bad` makes, which says what is `needed`, if the
-    text is not JSON, repeats a key, has a number that JSON does not know, or is nested too deeply. `what` names the
-    value."""
+    """Return a value, parsed if it is a text, which must be JSON. `what` names the value in the error, which `bad`
+    makes, and `needed` says there what the value must be. It is raised if the text is not JSON, repeats a key, has a
+    number that JSON does not know (such as NaN), or is nested too deeply."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -58,8 +58,9 @@ def from_json(what: str, value: Any, bad: Bad, needed: str) -> Any:
 
 
 def read_tools(raw: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a record from its keys `tools` or `functions`: a list of JSON schemas, or its JSON text. A
-    schema without the type `function` around it gets it."""
+    """Return the tools of a record from its key `tools` or `functions`: a list of JSON schemas, or its JSON text. Each
+    is returned as `read_tool` returns it, with the type `function` around it. `bad` makes the error that is raised if
+    the record has both keys, or a tool is wrong."""
     given = [key for key in RECORD_TOOLS if not has_no_tools(raw.get(key))]
     if len(given) > 1:
         raise bad(" and ".join(given), [raw[key] for key in given], "one of the two keys")
@@ -73,13 +74,21 @@ def read_tools(raw: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], ...]:
 
 
 def read_tool(what: str, value: Any, bad: Bad, needed: str) -> dict[str, Any]:
-    """Return one tool as {"type": "function", "function": {name, description, parameters}}, in the record's order of
-    keys."""
+    """Return one tool as {"type": "function", "function": {name, description, parameters}}, with the inner keys in the
+    record's order. The record may have it in this form, or the inner object alone, or in Anthropic's form
+    (`input_schema` instead of `parameters`), as an object or its JSON text. A tool without parameters gets the schema
+    of an empty object (NOTHING_TAKEN).
+
+    Args:
+        what: name of the tool in error messages.
+        bad: makes the error to raise from what is wrong, its value, and what it must be.
+        needed: words for what the tool must be, for the error.
+    """
     tool = from_json(what, value, bad, needed)
     inner = tool.get("function") if isinstance(tool, dict) and "function" in tool else tool
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise bad(what, value, needed)
-    bare = inner is tool  # OpenAI's newer form and Anthropic's have the name beside the type
+    bare = inner is tool  # the type, if there is one, stands beside the name, and is written around the tool instead
     made = {
         "parameters" if key == "input_schema" else key: own
         for key, own in inner.items()
@@ -123,7 +132,8 @@ def read_call(what: str, raw: Any, bad: Bad, is_table: bool = False) -> Call:
 
 
 def read_id(what: str, value: Any, bad: Bad) -> str:
-    """Return the id of a call as text; empty for null, which stands for none."""
+    """Return the id of a call as text; an empty text if it is null, because the call then has no id. `bad` makes the
+    error that is raised for any other type; `what` names the call in it."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -132,8 +142,14 @@ def read_id(what: str, value: Any, bad: Bad) -> str:
 
 
 def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple[Call, ...]:
-    """Return the calls in a value: a call or a list of calls, or JSON text of these. The value is that of `tool_calls`
-    or `function_call`, or the text of a message that is a call."""
+    """Return the calls in a value: a call or a list of calls, or JSON text of these. The value is that of the key
+    `tool_calls` or `function_call`, or the text of a message that is a call.
+
+    Args:
+        what: name of the value in error messages.
+        bad: makes the error to raise from what is wrong, its value, and what it must be.
+        is_table: whether the record is a row of a table, where the arguments of a call must be JSON text.
+    """
     found = from_json(what, value, bad, "a call or a list of calls, or its JSON text")
     many = found if isinstance(found, list) else [found]
     if not many:
@@ -142,9 +158,14 @@ def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple
 
 
 def joined_calls(turns: Sequence[Turn], bad: Bad, note: Callable[[str], None]) -> list[Turn]:
-    """Put the calls that are turns of their own (as ms-swift and ShareGPT write them) into the answer before them;
-    without one, the turn becomes an answer. Neighboring calls are parallel calls of one answer, with one thought. An
-    answer and calls with other weights are reported to `note`."""
+    """Return the turns without turns whose role is `call`, as ms-swift and ShareGPT write the calls of an answer. The
+    calls of such a turn, and its thought, are added to the answer (`gpt`) directly before it. If the turn before is no
+    answer, the turn becomes an answer. So neighboring turns of calls become parallel calls of one answer.
+
+    Args:
+        bad: makes the error that is raised if an answer and its calls have different thoughts.
+        note: gets a message if an answer and its calls have different weights; those of the answer are kept.
+    """
     made: list[Turn] = []
     for turn in turns:
         last = made[-1] if made else None

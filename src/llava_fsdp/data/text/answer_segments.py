@@ -54,17 +54,19 @@ class AnswerWriter:
     """Whether to put `<im_start>` and `<im_end>` around each image."""
 
     def answers(self, record: Record, turns: tuple[int, int] | None = None) -> Iterator[AnswerSegments]:
-        """Yield the answers of a record that are to be learnt, in order.
+        """Yield the answers of a record that are to be learnt, in order, each with the segments of its prompt and its
+        own.
 
         Args:
             turns: indices of the first and the last answer to yield; None: all.
 
         Raises:
-            DataError: the turns of the record are wrong, or the template cannot be trained with them.
+            DataError: the turns of the record are wrong, or the template cannot be trained with them (Unfit).
         """
         check_turns(record)
         own, media = asked_turns(record), media_of(record.images)
-        left_out = len(record.turns) - len(own)  # a first answer without a question: messages count it
+        # 1 if the record begins with an answer, which is left out; error messages count it as turn 0
+        left_out = len(record.turns) - len(own)
         try:
             asked = self.asked(own, record.tools, media)
         except Unfit as unfit:
@@ -85,9 +87,14 @@ class AnswerWriter:
                 raise self.refused(record, why) from unfit
 
     def asked(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> Asked:
-        """Return a conversation as an `Asked`, with guarded texts (see `guard`). Raise Unfit if the template shows no
-        tools, or if a text has one of the characters BREAK and PICTURE. `media`: the kinds of its images and videos
-        (see `media_of`)."""
+        """Return a conversation as an `Asked`, which can render it with the chat template. In its texts, the special
+        tokens of the template are interrupted by the character BREAK (see `guard`). Raise Unfit if the template shows
+        no tools, but there are some; or if a text already has the character BREAK or PICTURE, which stands for an
+        image.
+
+        Args:
+            media: the kinds of the conversation's images and videos, one letter each.
+        """
         if tools and not self.template.features.tools:
             raise Unfit("leaves the tools out")
         said = [[turn.text, turn.thought, [[call.name, call.arguments] for call in turn.calls]] for turn in turns]
@@ -107,18 +114,22 @@ class AnswerWriter:
 
     def question(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> list[Segment]:
         """Return the prompt for the answer to a conversation's last turn, which is a question or the result of a call.
-        `media`: the kinds of the conversation's images and videos. Raise Unfit if the template refuses or changes the
-        turns."""
+        Raise Unfit if the template refuses or changes the turns.
+
+        Args:
+            tools: JSON schemas of the tools that the answer may call.
+            media: the kinds of the conversation's images and videos, one letter each.
+        """
         asked = self.asked(turns, tools, media)
         return self.prompt(asked.prompt(len(turns), {}), asked.messages, media)
 
     def messages(self, turns: Sequence[Turn], media: str) -> list[Message]:
-        """Return the turns as messages, with all texts guarded (see `guard`). Images are parts of messages if the
-        template takes them so; otherwise PICTURE stands for each in the texts. `media`: the kinds of images and
-        videos."""
+        """Return the turns as messages for the template. In all their texts, the special tokens of the template are
+        interrupted by a character (see `guard`). Images are parts of messages if the template takes them so; otherwise
+        the character PICTURE stands for each in the texts. `media`: the kinds of images and videos, one letter each."""
         if self.template.images is not None:
             made = divide(turns, media)
-        else:  # images are tags in texts, as the original has them
+        else:  # the record's texts have image tags, as in LLaVA's code
             made = divide([self.with_pictures(turn, bool(media)) for turn in turns], "")
         return [
             replace(
@@ -133,15 +144,18 @@ class AnswerWriter:
         ]
 
     def with_pictures(self, turn: Turn, has_images: bool) -> Turn:
-        """Return a turn, as one text, with the character PICTURE in the place of each image tag."""
+        """Return a turn as one text, in which the character PICTURE stands for each image tag. Without images, or in a
+        turn whose role has none (such as an answer), the tag is plain text, and stays. In a question, a single tag
+        moves to the front."""
         if not has_images or turn.role not in READS_IMAGES:
             return replace(turn, parts=None)
         text = image_first(turn.text, has_images) if turn.role == "human" else turn.text
         return replace(turn, text=text.replace(IMAGE_TAG, PICTURE), parts=None)
 
     def guard(self, text: str) -> str:
-        """Return a text of a record with BREAK in each special token and placeholder in it, so that it is not taken for
-        one that the template writes. With `special_tokens=parse`, special tokens stay as they are."""
+        """Return a text of a record with the character BREAK in each special token and image placeholder in it, so that
+        it is not taken for one that the template writes. With `special_tokens=parse`, special tokens in a record's text
+        count as such, and stay as they are."""
         special = [] if self.special_tokens is SpecialTokens.parse else self.template.tokenizer.find_special(text)
         if self.template.images is not None:
             named = re.compile("|".join(map(re.escape, self.template.placeholders.values())))
@@ -149,7 +163,9 @@ class AnswerWriter:
         return guard(text, special) if special else text
 
     def answer(self, target: Target, turn: Turn) -> list[Segment]:
-        """Return the segments of an answer behind its prompt.
+        """Return the segments of an answer that follow those of its prompt: the thought with what is around it, the
+        text, and the calls. They have labels, but with the choice `context` a thought has none, because the model only
+        reads it.
 
         Args:
             target: what the model must generate, as the template writes it.
@@ -165,10 +181,11 @@ class AnswerWriter:
         parts = [
             (text[: target.begin], AnswerPart.thought, None),
             (text[target.begin : begin], AnswerPart.text, None),
-            (said, AnswerPart.text, turn.text.find(said.replace(BREAK, ""))),  # templates strip white space alone
+            # a template at most strips white space from the text, so that what it writes is found in the record's text
+            (said, AnswerPart.text, turn.text.find(said.replace(BREAK, ""))),
             (text[end:], AnswerPart.calls if turn.calls else AnswerPart.text, None),
         ]
-        answer = [Segment("", True, begins_answer=True)]
+        answer = [Segment("", True, begins_answer=True)]  # marks where the prompt ends
         for own, kind, place in parts:
             learnt = not (is_read_alone and kind is AnswerPart.thought)
             for piece in weighted(Segment(own, learnt, kind=kind), turn, place, hidden=BREAK):
@@ -176,17 +193,19 @@ class AnswerWriter:
         return answer
 
     def prompt(self, text: str, messages: Sequence[Message], media: str) -> list[Segment]:
-        """Return the segments of a prompt. Raise Unfit if it has not all images of its messages.
+        """Return the segments of a prompt, which have no labels. Each image and video is a segment of its own. Raise
+        Unfit if the prompt has not all images and videos of its messages.
 
         Args:
-            text: the prompt as the template writes it, with BREAK in guarded texts.
+            text: the prompt as the template writes it. An image is a placeholder of the template, or the character
+                PICTURE if the template gets no images. Special tokens in texts of the record are interrupted by BREAK.
             messages: the messages before the answer.
-            media: the kinds of the conversation's images and videos (see `media_of`).
+            media: the kinds of the conversation's images and videos, one letter each.
         """
         form = self.template
         kinds = {PICTURE: IMAGE} if form.images is None else {own: kind for kind, own in form.placeholders.items()}
         numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
-        if form.images is None:
+        if form.images is None:  # PICTURE stands for images and videos
             numbers[IMAGE] = iter(range(len(media)))
         before, after = image_tag(form, self.start_end).split(IMAGE_TAG)
         segments: list[Segment] = []
@@ -206,11 +225,13 @@ class AnswerWriter:
 def ask_segments(
     turns: Sequence[Turn], writer: AnswerWriter, media: str, where: str, tools: Sequence[dict[str, Any]] = ()
 ) -> list[Segment]:
-    """Return the prompt for the answer to a conversation's last turn, which may have thoughts, tools and calls.
+    """Return the segments of the prompt for the answer to a conversation's last turn. A conversation without tools,
+    calls and thoughts is rendered in a simpler way, by the layout of its shape.
 
     Args:
-        media: the kinds of the conversation's images and videos (see `media_of`).
+        media: the kinds of the conversation's images and videos, one letter each.
         where: name of the conversation in messages.
+        tools: JSON schemas of the tools that the answer may call.
 
     Raises:
         DataError: the template refuses or changes the turns.
@@ -230,9 +251,10 @@ def count_images(messages: Sequence[Message]) -> int:
 
 
 def split_at_breaks(text: str, like: Segment) -> list[Segment]:
-    """Divide a text at each BREAK into segments that are otherwise as `like`, whose own text is empty. Between two of
-    them comes an empty segment that counts as text of the record: what stands on both sides of it is then tokenized
-    apart, and cannot make a special token together."""
+    """Divide a text at each BREAK into segments that are otherwise equal to `like`, whose own text is empty. BREAK is
+    the character that interrupts special tokens in a record's text. In its place comes an empty segment that counts as
+    text of the record. Because of it, the texts on its two sides are tokenized apart, and do not make a special token
+    together."""
     first, *rest = text.split(BREAK)
     made = [replace(like, text=first)] if first else []
     for own in rest:
@@ -241,7 +263,7 @@ def split_at_breaks(text: str, like: Segment) -> list[Segment]:
 
 
 def guarded(value: Any, protect: Callable[[str], str]) -> Any:
-    """Return a JSON value with all its texts and keys guarded by the function `protect`."""
+    """Return a JSON value with the function `protect` applied to all its texts and keys."""
     if isinstance(value, str):
         return protect(value)
     if isinstance(value, list):

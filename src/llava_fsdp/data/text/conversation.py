@@ -75,7 +75,7 @@ def weighted(segment: Segment, turn: Turn, begin: int | None = None, hidden: str
     for first, end, weight in weights.spans:
         of_text[first:end] = [product(weight, weights.whole)] * (end - first)
     places = itertools.accumulate((own not in hidden for own in segment.text), initial=begin)
-    # a hidden character counts as the one behind it
+    # a hidden character has the weight of the one behind it
     runs = itertools.groupby(
         zip(segment.text, places, strict=False), lambda own: of_text[min(own[1], len(of_text) - 1)]
     )
@@ -83,9 +83,13 @@ def weighted(segment: Segment, turn: Turn, begin: int | None = None, hidden: str
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
-    """Render a record's conversation, with an image tag for each image. Raise DataError if turns do not alternate
-    human, gpt after a system turn, or an answer is missing, or the number of image tags is not the number of images, or
-    a model's own template refuses or changes the turns."""
+    """Render a record's conversation, with an image tag for each image. With `start_end`, `<im_start>` and `<im_end>`
+    stand around each tag.
+
+    Raises:
+        DataError: the turns do not alternate human, gpt after a system turn; an answer is missing; the number of image
+            tags is not the number of images; or a model's own template refuses or changes the turns.
+    """
     check_turns(record)
     if not isinstance(form, ChatTemplate):
         refuse_tools(record.turns, record.tools, record.where)
@@ -95,7 +99,8 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
 
 
 def refuse_tools(turns: Sequence[Turn], tools: Sequence[object], where: str) -> None:
-    """Raise DataError if a conversation has tools, calls or thoughts, which LLaVA's templates do not write."""
+    """Raise DataError if a conversation has tools, calls or thoughts, which LLaVA's templates do not write. `where`
+    names the conversation in the error."""
     found = "tools" if tools else next((name_extra(turn) for turn in turns if name_extra(turn)), None)
     if found is not None:
         raise DataError(
@@ -127,7 +132,11 @@ def prompt(
     captions leaves out system texts and questions.
 
     Args:
-        media: the kinds of the conversation's images and videos (see `media_of`), for a model's own chat template;
+        form: one of LLaVA's templates, or a model's own chat template.
+        start_end: whether to put `<im_start>` and `<im_end>` around each image.
+        has_images: whether image tags in questions stand for images; otherwise they are ordinary text.
+        where: name of the conversation in messages.
+        media: the kinds of the conversation's images and videos, one letter each, for a model's own chat template;
             empty: all are images.
 
     Raises:
@@ -135,6 +144,7 @@ def prompt(
     """
     if isinstance(form, ChatTemplate):
         tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human") if has_images else 0
+        # one kind for each tag
         return own_prompt(turns, form, start_end, media[:tags].ljust(tags, IMAGE), where)
     pattern = form.pattern
     system, turns = split_system(turns)
@@ -167,7 +177,8 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
-    """Return a question with each `<image>` tag replaced by `tag`."""
+    """Return the segments of a question, in which `tag` stands in the place of each `<image>` tag. Without
+    `has_images`, these tags are ordinary text."""
     first, *rest = text.split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
     for piece in rest:
@@ -183,13 +194,15 @@ def own_prompt(
     that has the image's index (`Segment.image`).
 
     Args:
-        media: the kind of the image or video of each `<image>` tag (see `media_of`); empty: tags are ordinary text.
+        start_end: whether to put `<im_start>` and `<im_end>` around each image.
+        media: the kind of the image or video of each `<image>` tag, one letter each; empty: tags are ordinary text.
+        where: name of the conversation in messages.
         has_labels: whether answers are to have labels; otherwise the text is as transformers writes it.
 
     Raises:
         DataError: the template refuses or changes the turns.
     """
-    if form.images is None:
+    if form.images is None:  # the template gets images as tags in texts: a single one moves to the front of a question
         turns = [Turn(t.role, image_first(t.text, bool(media))) if t.role == "human" else t for t in turns]
     before, after = image_tag(form, start_end).split(IMAGE_TAG)
     numbers = itertools.count()
@@ -212,14 +225,15 @@ def own_prompt(
             from_record = piece.turn is not None
             own = Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer)
             answer = None if piece.answer is None else turns[piece.answer]
-            # the template strips white space alone
+            # a template at most strips white space from a text, so that what it writes is found in the answer's text
             begin = answer.text.find(piece.text) if answer is not None and from_record else None
             segments += [own] if answer is None else weighted(own, answer, begin)
     return without_bos(segments, form)
 
 
 def without_bos(segments: list[Segment], form: ChatTemplate) -> list[Segment]:
-    """Return the segments without the BOS token at the beginning of their text, if it is added later to the tokens."""
+    """Return the segments without the BOS token at the beginning of their text, if it is put before the tokens
+    later."""
     if not form.adds_bos:
         return segments
     return [replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"])), *segments[1:]]
@@ -238,7 +252,8 @@ def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
 
 def image_first(text: str, has_images: bool) -> str:
     """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329). A
-    question with no tag or several is returned unchanged."""
+    question with no tag or several is returned unchanged, and so is one of a record without images, where a tag is
+    ordinary text."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
@@ -250,8 +265,8 @@ def split_system(turns: Sequence[Turn]) -> tuple[Turn | None, Sequence[Turn]]:
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return the turns of a record without an answer that precedes the first question, as LLaVA does
-    (train.py:441-443)."""
+    """Return the turns of a record. If the first turn after the system turn is an answer, it is left out, as LLaVA does
+    (train.py:441-443), because no question precedes it."""
     system, turns = split_system(record.turns)
     asked = turns[1:] if turns and turns[0].role == "gpt" else turns
     return tuple(asked) if system is None else (system, *asked)
@@ -314,7 +329,7 @@ def check_turns(record: Record) -> None:
                 f"{role_cure(turn.role)}",
                 Kind.wrong_roles,
             )
-        # each result has its call (`linked_results`)
+        # results follow an answer with calls; that each belongs to one of the calls was checked when they were read
         allowed = {"human": ("gpt",), "gpt": ("tool",) if turn.calls else ("human",)}.get(turn.role, ("gpt", "tool"))
         if turn.role == "gpt" and record.images and IMAGE_TAG in turn.text:
             raise DataError(

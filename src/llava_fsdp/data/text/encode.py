@@ -70,12 +70,12 @@ class AnswerEncoder(ABC):
         """Writes the answers of records with the model's own chat template."""
 
     def samples(self, record: Record, longest: int, turns: tuple[int, int] | None = None) -> list[Sample]:
-        """Encode a record without truncation, as one sample, or as several if the model's own chat template writes
-        earlier turns in another way once others follow. A pair is one sample, with both answers in it.
+        """Encode a record without truncation. It gives one sample, or several if the model's own chat template writes
+        earlier turns in another way once other turns follow. A pair is one sample, with both answers in it.
 
         Args:
-            longest: at least so many tokens at the beginning of each sample are right, though very long texts are
-                shortened.
+            longest: number of tokens at the beginning of each sample that are surely right; of very long texts, the
+                rest may be missing.
             turns: indices of the first and the last answer of the sample that is to be encoded; None: all.
 
         Raises:
@@ -87,7 +87,9 @@ class AnswerEncoder(ABC):
         if not isinstance(form, ChatTemplate):
             return [self.whole(self.teaching.record(record, None), longest)]
         record = self.teaching.record(record, form.features)
-        # the short way, for most records: the whole conversation is one sample
+        # a fast way, for most records: the whole conversation is rendered once, and is one sample. It is not taken for
+        # tools, calls, thoughts and empty thoughts without labels. If it fails because of the template, or leaves an
+        # answer without labels (unlearnt), each answer is encoded with its own prompt below.
         if turns is None and is_plain(record) and not self.teaching.hides_empty(form):
             try:
                 sample = self.whole(record, longest)
@@ -104,8 +106,10 @@ class AnswerEncoder(ABC):
         return found
 
     def pair(self, record: Record, longest: int) -> Sample:
-        """Encode a record with a chosen and a rejected answer: its prompt with each of them, without truncation. Raise
-        DataError if the record is invalid, if both answers have the same tokens, or if they have weights."""
+        """Encode a record with a chosen and a rejected answer, without truncation: the prompt with the chosen one, and
+        in `rejected` the prompt with the other. With `data.prompt_once`, the result says how many tokens of the prompt
+        a row needs only once. Raise DataError if the record is invalid, if both answers have the same tokens, or if
+        they have weights."""
         (chosen,), (rejected,) = (
             self.samples(own, longest) for own in (without_rejected(record), record.with_rejected)
         )
@@ -142,8 +146,9 @@ class AnswerEncoder(ABC):
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode each sample of a record as in training, without truncation, and truncated to each of the lengths
-        `limits` that it exceeds. Raise DataError if the record is invalid. If a text is much longer than all of these
-        lengths, even the sample without truncation has only its beginning."""
+        `limits` that it exceeds, to find what other settings of `data.max_length` would lose. If a text is much longer
+        than all of these lengths, even the sample without truncation has only its beginning. Raise DataError if the
+        record is invalid."""
         found = []
         for whole in self.samples(record, max(*limits, self.max_length)):
             length = whole.longest
@@ -156,6 +161,7 @@ class AnswerEncoder(ABC):
     def shortened(self, segments: list[Segment], longest: int) -> list[Segment]:
         """Return segments with each text of more than LONG characters cut to its beginning, if this beginning alone has
         more than `longest` tokens. It saves the time of tokenizing the rest."""
+        # None: special tokens in a text are read as such; []: as ordinary text
         special = None if self.special_tokens is SpecialTokens.parse else []
         return [
             replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own
@@ -257,8 +263,9 @@ def is_plain(record: Record) -> bool:
 
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
     """Return a beginning of the text that surely has more than `longest` tokens, so that the rest need not be
-    tokenized; the whole text if no such beginning is found. `special`: ranges of characters that are special tokens;
-    None: all special tokens in the text are read."""
+    tokenized; the whole text if no such beginning is found. It has MARGIN tokens more, because its last tokens may
+    differ from those of the whole text. `special`: ranges of characters that are special tokens; None: all special
+    tokens in the text are read."""
     size = max(LONG, LEAST_CHARACTERS * (longest + MARGIN))
     while size < len(text):
         if len(tokenizer.encode(text[:size], special)) > longest + MARGIN:
@@ -344,7 +351,8 @@ class OriginalEncoder:
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode a record as in training, without truncation, and truncated to each of the lengths `limits` that it
-        exceeds. Raise DataError if LLaVA would fail at it."""
+        exceeds, to find what other settings of `data.max_length` would lose. Raise DataError if LLaVA would fail at
+        it."""
         check_like_original(self.teaching.weighted(record), self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample

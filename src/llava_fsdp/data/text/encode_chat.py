@@ -70,7 +70,8 @@ def encode_chat(
 
     Args:
         image_lengths: number of tokens of each image, in the order of the record; each gets so many IMAGE_ID. None: the
-            text of an image's segment is tokenized like that of the template.
+            text of an image's segment is tokenized like that of the template, and the result also has the range of
+            tokens of each image, and how the text was tokenized.
         special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
         known: cache {text of the end of a prompt: its token ids}, for all conversations of one template and tokenizer.
@@ -223,6 +224,7 @@ class TokenizedChat:
                 self.records.append((begin, end))
         special = self.find_special(segments, texts, special_tokens is SpecialTokens.parse)
         self.special = sorted([*special, *self.images]) if has_places else special
+        # whether a text of the record has special tokens that are read as ordinary text
         self.hides_special = not has_places and special != tokenizer.find_special(self.text)
         tokens = tokenizer.encode(self.text, self.special)
         self.ids = [token.id for token in tokens]

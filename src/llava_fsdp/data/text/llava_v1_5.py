@@ -51,8 +51,8 @@ class Tokens:
 
 
 def encode_like_original(record: Record, settings: Original) -> Tokens:
-    """Return what LLaVA's dataset returns for a record (and its collator then pads). Raise DataError if LLaVA raises an
-    exception."""
+    """Return the token ids and labels that LLaVA's dataset makes of a record, before its collator pads them. Raise
+    DataError where LLaVA would raise an exception."""
     turns = list(record.turns)
     if record.has_image_key:
         turns = [Turn(t.role, image_first(t.text, settings)) for t in turns]
@@ -108,7 +108,9 @@ def image_first(text: str, settings: Original) -> str:
 
 
 def encode_turns(turns: list[Turn], has_image: bool, settings: Original, where: str) -> Tokens:
-    """Encode the turns of a conversation in the style of the template (LLaVA train.py:610-655)."""
+    """Encode the turns of a conversation in the style of the template (LLaVA train.py:610-655): PLAIN is an image with
+    its caption, MARKERS the template `v0`, and all others have rounds of a question and an answer. `has_image`: whether
+    image tags stand for images; otherwise they are ordinary text. `where` names the record in errors."""
     match settings.form.style:
         case Style.PLAIN:
             return encode_caption(turns, settings, where)
@@ -138,8 +140,10 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, settings: Original) -> Tokens:
-    """Encode the turns of a conversation with the template `v0`. LLaVA also tokenizes each turn by itself to find the
-    labels (LLaVA train.py:268-305, 630-655)."""
+    """Encode the turns of a conversation with the template `v0`. To find the labels, LLaVA also tokenizes each turn by
+    itself and counts its tokens (LLaVA train.py:268-305, 630-655). `has_image`: whether image tags stand for images. A
+    conversation without images is truncated to `max_length`, and tokens with the id of padding are not counted in it,
+    as in LLaVA."""
     form = settings.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -191,7 +195,9 @@ ROUNDS: dict[Style, Rounds] = {
 def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
     """Encode a conversation, rendered with a template like v1, llama_2 or mpt. To mask the labels of questions, LLaVA
     tokenizes each round (question and answer) and each question by itself and counts tokens, with the corrections in
-    ROUNDS. If the counts do not add up to the length of the whole text, all labels are masked."""
+    ROUNDS. If the counts do not add up to the length of the whole text, all labels are masked, and the result has both
+    counts. `has_image`: whether image tags stand for images; a text without images is truncated to `max_length`
+    first."""
     rule = ROUNDS[settings.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, settings.tokenizer)
@@ -207,7 +213,7 @@ def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
             break
         length = len(tokenize(part, settings.tokenizer))
         instruction = len(tokenize(pieces[0] + mark, settings.tokenizer)) - rule.off_instruction
-        if number and settings.tokenizer.legacy is rule.corrects:
+        if number and settings.tokenizer.legacy is rule.corrects:  # LLaVA corrects the counts of later rounds
             length += rule.correction
             instruction += rule.correction
         labels[at : at + instruction] = IGNORE

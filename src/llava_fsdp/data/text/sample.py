@@ -82,8 +82,9 @@ class Sample:
 
     @property
     def parts(self) -> "list[Sample]":
-        """Return what is put into a row of a batch: `answers`. The rejected answer of a pair loses the beginning that
-        it shares with the chosen one (`shared`)."""
+        """Return what is put into a row of a batch: this sample or, if it is a pair, the sample of the chosen answer
+        and that of the rejected one. The latter loses the first `shared` tokens, which both have and a row needs only
+        once."""
         first, *others = self.answers
         return [first, *(other.without_beginning(self.shared) for other in others)]
 
@@ -120,7 +121,8 @@ class Sample:
 
     @property
     def weight(self) -> int:
-        """Sum of the weights of the labels that `num_labels` counts, in units of 1 / FULL_WEIGHT."""
+        """Sum of the weights of the labels, in units of 1 / FULL_WEIGHT. The label of the first token does not count,
+        because no token before it predicts it. A pair has no weights, and the labels of both its answers count."""
         if self.weights is None:
             return self.num_labels * FULL_WEIGHT
         return int(self.weights[1:][self.labels[1:] != IGNORE].sum(dtype=np.int64))

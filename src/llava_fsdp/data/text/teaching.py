@@ -69,7 +69,8 @@ class Teaching:
     def template(self, form: ChatTemplate) -> ChatTemplate:
         """Return the chat template `form` with the variables that these settings need. With `empty_thoughts=context`,
         its switch for thoughts is off, unless an answer has one. With `history=keep`, its prompts keep the thoughts of
-        earlier turns. Raise ConfigError if it has no variable for the latter, or cannot be trained with."""
+        earlier turns. Raise ConfigError if `history=keep` is set and the template has no variable for it, or if the
+        template cannot be trained with at all."""
         try:
             features = form.features
         except Unfit as unfit:
@@ -99,8 +100,9 @@ class Teaching:
         return last_learnt(turns) if self.answers is Answers.last else turns
 
     def weighted(self, record: Record) -> Record:
-        """Return a record whose answers are learnt and weighted as `chosen` says. Raise DataError if the record has a
-        weight that cannot be obeyed, unless weights are ignored."""
+        """Return a record in which the answers that are learnt are marked: with `data.answers=all` those that the
+        record lets learn, else at most the last one. With `data.weights=ignore`, the record's own marks and weights are
+        dropped first. Raise DataError if the record has a weight that cannot be obeyed, unless weights are ignored."""
         if self.weights is LabelWeights.use and record.weights_not_obeyed is not None:
             raise DataError(f"{record.where}: {record.weights_not_obeyed}", Kind.key_not_obeyed)
         if self.weights is LabelWeights.use and self.answers is Answers.all:

@@ -95,8 +95,15 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def hang_finding(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Return a finding that names the ranks which are furthest behind, and where they hang. `stages`: last stage of
-    each rank, a key of `HANGS`; `limit`: the exceeded time limit in seconds."""
+    """Return a finding that names the ranks which are furthest behind, and where they hang. HANGS has, for each stage
+    in order, what a rank waits for after it, the advice for GPUs, and that for the CPU if it is another one.
+
+    Args:
+        name: name of the check.
+        stages: last stage that each rank has recorded; empty: it has not started.
+        limit: the exceeded time limit in seconds.
+        on_gpus: whether the ranks run on GPUs.
+    """
     order = list(HANGS)
     stage_numbers = [order.index(stage.split()[0] if stage else "") for stage in stages]
     slowest_stage = min(stage_numbers)
@@ -108,7 +115,8 @@ def hang_finding(name: str, stages: Sequence[str], limit: float, on_gpus: bool) 
 
 def reason(output: str) -> str:
     """Return the last error in the output of the ranks, or of torchrun if no rank printed one."""
-    # once a rank has failed, torchrun ends the others, and may print errors of its own about that
+    # The text before this sign is the ranks' own, and what follows is torchrun's. Once a rank has failed, torchrun ends
+    # the others, and may print errors of its own about that. So an error of the ranks is preferred.
     texts = [text.splitlines() for text in output.partition(" failed (exitcode: ")[::2]]
     lines = [[line.strip() for line in text if line.strip()] for text in texts]
     errors = [line for text in reversed(lines) for line in text if ERROR_LINE.search(line)]

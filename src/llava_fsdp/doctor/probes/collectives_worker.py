@@ -32,7 +32,7 @@ def main() -> None:
     command; a line is appended to its file `rank-N` for each stage (started, joined, ...) that this rank reaches."""
     # torch 2.13 deprecates both collectives on whole tensors; 2.11 has no other name for them
     warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning)
-    end_with(os.getppid())
+    end_with(os.getppid())  # this process ends when torchrun does
     world = read_world()
     path = Path(sys.argv[1]) / f"rank-{world.rank}"
 

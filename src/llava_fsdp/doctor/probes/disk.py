@@ -93,7 +93,9 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
 def judge_speed(
     name: str, folder: Path, checkpoint: int, measure_speed: Callable[[Path], Speed] = measure
 ) -> Iterator[Finding]:
-    """Check how fast a folder's disk is. `checkpoint`: size of a checkpoint in bytes; 0: unknown."""
+    """Check how fast a folder's disk is, by writing a file of at most MOST bytes and reading it. If there is no room
+    for it, the result is a warning. `checkpoint`: size of a checkpoint in bytes, to tell how long saving it takes; 0:
+    unknown."""
     try:
         speed = measure_speed(folder)
     except OSError as error:

@@ -64,7 +64,8 @@ class TorchFacts:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse the output of `QUERY`. Lines of any other form are skipped; an unknown number becomes 0."""
+    """Parse the output of nvidia-smi for the query `QUERY`: a line of comma-separated fields for each GPU. Lines of any
+    other form are skipped; an unknown number becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -198,7 +199,8 @@ def list_pairs(pairs: Sequence[Sequence[int]]) -> str:
 
 
 def judge_count(ranks: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that torch sees a GPU for each of this machine's ranks, or none at all: ranks then run on the CPU."""
+    """Check that torch sees enough GPUs for this machine's ranks. If it sees no GPU, that is right too: the ranks then
+    run on the CPU."""
     count = len(facts.devices)
     if count and ranks > count:
         visible = environment.get("CUDA_VISIBLE_DEVICES")

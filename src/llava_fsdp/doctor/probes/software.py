@@ -79,8 +79,9 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that check what the configuration, with its dtype chosen, needs (attention kernel, peft,
-    bitsandbytes, ...), by name. Each returns a description, or raises the error that the training would raise."""
+    """Return functions that check what the configuration needs (attention kernel, peft, bitsandbytes, ...), by name.
+    Each returns a description, or raises the error that the training would raise. The dtype of the configuration must
+    not be `auto`."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
@@ -100,7 +101,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         """Return which attention the training would use, and why; raise ConfigError if its package is broken."""
         parts = shapes_of(cfg.model)
         _, padded = settle_packing(cfg, parts)
-        if padded is not None:
+        if padded is not None:  # why rows are padded: no kernel for packed rows is needed then
             return padded
         kernel = choose_kernel(cfg.attention, parts.language, device, DTYPES[cfg.precision.param_dtype])
         if kernel.attention is Attention.flash and output_of([sys.executable, "-c", "import flash_attn"], 60) is None:

@@ -19,9 +19,18 @@ KINDS = ("subject", "grade")
 
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
-    """Return the multiple-choice question in `raw`, an entry in LLaVA's training format, with its `<image>` tag moved
-    to the front. If the answer in the entry names a choice, that is the right one. `number` is that of the entry in the
-    file, from 0, and `line` its line; None in a JSON list."""
+    """Return the multiple-choice question in `raw`, an entry in LLaVA's training format. Image tags are taken out of
+    its text, and one is put in front if it has one image. If the entry has an answer that names a choice, that is the
+    right one.
+
+    Args:
+        path: the file, for error messages.
+        number: number of the entry in the file, from 0.
+        line: line number of the entry; None in a JSON list.
+
+    Raises:
+        DataError: the entry has the wrong form, has media that cannot be read, or does not begin with a question.
+    """
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":

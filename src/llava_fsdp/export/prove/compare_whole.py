@@ -67,7 +67,8 @@ def compare_whole(source: SourceModel) -> None:
 
 
 def without_adapters(source: SourceModel) -> SourceModel:
-    """Return the description of a model without its LoRA adapters, which the own class does not have either."""
+    """Return the description of a model without its LoRA adapters, because transformers' class of the model has
+    none."""
     if not source.model.adapted:
         return source
     # a second model would change the attention implementation in the configuration of the first
@@ -76,14 +77,16 @@ def without_adapters(source: SourceModel) -> SourceModel:
 
 
 def tokens_of(config: Any, model: Architecture) -> ImageTokens:
-    """Return the object that computes which tokens an image gets in the small copy, as the class of the whole model
-    does. `config` is the copy's configuration in transformers."""
+    """Return the object that computes which tokens an image gets in the small copy of a model, in the same way as
+    transformers' class of the model does. `config` is the copy's configuration in transformers, and `model` the
+    copy."""
     tile, merge = model.parts.image_size, model.cfg.patch_merge
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return ImageTokens(AspectRatio.square, tile, model.image_tokens)
     aspect = AspectRatio.anyres if isinstance(config, LlavaNextConfig) else AspectRatio.anyres_max
     theirs: Any = config.image_grid_pinpoints
     pinpoints = [[width, height] for height, width in theirs]
+    # at most the features of 1 tile, as the copy's configuration says with anyres_max_1
     return ImageTokens(aspect, tile, model.image_tokens, tuple(grid_sizes(pinpoints, tile, aspect)), merge, 1)
 
 
@@ -99,6 +102,7 @@ def own_class(config: Any, model: Architecture, ours: Architecture, grids: list[
     Raises:
         UnlikeOwnClass: transformers' class or the small copy has a parameter that the other lacks.
     """
+    # transformers' model has SPARE more rows of the vocabulary, for the image and video tokens
     language, vocab_size = ours.parts.language, ours.parts.language.vocab_size
     small = copy.deepcopy(config)
     small.text_config = type(language).from_dict({**language.to_dict(), "vocab_size": vocab_size + SPARE})

@@ -63,9 +63,10 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
 
 
 def rehearse(source: SourceModel | WholeSource, dtype: torch.dtype) -> None:
-    """Check that a model can be exported for transformers, before it is trained. A small copy of a LLaVA is exported.
-    For a whole model of transformers, the names and shapes of its weights are checked, and that `generate` ends answers
-    at the right tokens. Only rank 0 calls this. Raises ModelError or ConfigError if the model cannot be exported."""
+    """Check that a model can be exported for transformers, before it is trained. For a LLaVA, a small copy is exported.
+    For a whole model of transformers, the names and shapes of its weights are checked, and whether its `generate` would
+    end answers at the right tokens. Only rank 0 calls this. Raises ModelError or ConfigError if the model cannot be
+    exported."""
     if isinstance(source, WholeSource):
         with TemporaryDirectory(prefix="llava_fsdp-") as made:
             write_generation_of_class(source.folder, source.model.language_config, Path(made))
@@ -87,7 +88,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
     """
     model, parts = source.model, source.model.parts
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
-        rows = begin_hf(source, dtype, Path(made))
+        rows = begin_hf(source, dtype, Path(made))  # number of rows of the exported embeddings
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
             check_image_tokens(Path(made), PROBE_SIZE, len(source.image_tokens.of(PROBE_SIZE, 1)))
     try:
@@ -185,6 +186,7 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
     with name_the_model(model):
         names = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
         names |= buffer_names(model)
+        # a factor of the logits is exported in the weight of the output layer, which is then stored even if it is tied
         check_names(config, names if model.parts.logit_change.factor == 1.0 else names | {HEAD})
         check_runs(config)
 

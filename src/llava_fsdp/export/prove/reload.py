@@ -16,8 +16,9 @@ from llava_fsdp.model.whole.whole import Whole
 
 def comparable(model: Architecture, micro: MicroBatch) -> MicroBatch:
     """Return a micro-batch with those label positions at which the logits of a model are compared with those of
-    transformers' class. Whole models are not compared at padding, for which a class may compute anything. LLaVA's
-    classes compute padding as ordinary tokens. `micro`: padded rows, whose `label_positions` are all tokens."""
+    transformers' class. A model that is one class of transformers as a whole is not compared at padding, for which the
+    class may compute anything. LLaVA's classes compute padding as ordinary tokens. `micro`: padded rows, whose
+    `label_positions` are all tokens."""
     return without_padding(micro) if isinstance(model, Whole) else micro
 
 

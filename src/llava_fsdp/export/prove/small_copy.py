@@ -117,7 +117,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     groups = getattr(config, "num_key_value_heads", None)
     head_dim = values.get("head_dim") or width // heads
     new_heads, new_dim = min(heads, HEADS), min(head_dim, HEAD_DIM)
-    sizes = dict(MOST)
+    sizes = dict(MOST)  # {key: its maximum in a small copy}
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": new_heads, "head_dim": new_dim}
     # another width than heads * head_dim stays another one, and grouped key heads stay grouped
     sizes["hidden_size"] = new_heads * new_dim + (0 if heads * head_dim == width else 8)
@@ -125,7 +125,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     vocabulary = min(sizes["vocab_size"], getattr(config, "vocab_size", 0))
     names = {config.attribute_map.get(name, name): most for name, most in sizes.items()}
     for name, value in values.items():
-        if name in DERIVED:
+        if name in DERIVED:  # transformers computes the value from the number of layers
             continue
         if isinstance(value, list) and len(value) == depth:
             value = value[:layers]
@@ -235,5 +235,6 @@ def random_values(model: Llava) -> dict[str, Drawn]:
 def scale(shape: torch.Size) -> float:
     """Return the standard deviation of the random values of a small copy's parameter with this shape: that with which a
     matrix keeps the size of its inputs, and 0.5 for a vector."""
+    # more than three dimensions: a convolution over images, each output of which sums over all dimensions but the first
     fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
     return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5

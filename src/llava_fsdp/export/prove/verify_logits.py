@@ -139,13 +139,22 @@ def prove(
     folder: Path,
     rule: ImageTokens,
 ) -> Distance:
-    """Load an exported folder and compare its logits with those of the weights that were exported (`sources`), rounded
-    to the dtypes of the export. Return the distance between them. `model` has the architecture, and its weights are not
-    used. `rule` computes which tokens an image gets.
+    """Load an exported folder and compare its logits with those of the weights that were exported, rounded to the
+    dtypes of the export. Return the distance between them. With the format `projector`, which has the projector alone
+    in two files, each of them is loaded into the source model.
 
     The logits must be equal if llava_fsdp's model class loads the export, and close if transformers' model class loads
-    it. If weights were rounded, the log says how far the export is from the weights before that; no bound applies to
-    this effect of rounding. Raises ModelError if the logits differ.
+    it. If weights were rounded, the log says how far the export is from the weights before rounding; no bound applies
+    to this effect.
+
+    Args:
+        model: a model of the architecture; its weights are not used.
+        sources: stored values of the exported weights, by name.
+        dtypes: dtypes of the export, by name.
+        rule: computes which tokens an image gets.
+
+    Raises:
+        ModelError: the logits differ.
     """
     compute = compute_dtype(model)
     micro, sizes = random_rows(model, rule)
@@ -160,6 +169,8 @@ def prove(
         del source
         gc.collect()
         all_actual = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
+    # A factor of the logits is multiplied into the weight of the output layer for transformers. If this rounds the
+    # weight, logits differ as they do in bf16.
     head_is_rounded = folding_rounds(model.parts, dtypes[min(model.with_vocabulary() & dtypes.keys())])
     for actual in all_actual:
         difference = distance(actual, expected)
@@ -253,9 +264,14 @@ def load_copy(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Architecture:
-    """Return a model of the architecture of `shapes`, whose own weights are not used, on a device. Its parameters are
-    loaded from `sources` and have the dtype `compute`. `adapted` says which modules get LoRA adapters; None: no module.
-    During loading, host memory holds the model and only one other parameter at a time."""
+    """Return a model of the architecture of `shapes`, whose own weights are not used, on a device. During loading, host
+    memory holds the model and only one other parameter at a time.
+
+    Args:
+        sources: stored values of the parameters, by name.
+        compute: dtype of the parameters.
+        adapted: says which modules get LoRA adapters; None: no module.
+    """
     model = empty_copy(shapes, compute, adapted, device)
     load_weights(sources, local_shards(model, MasterWeights({})))
     return model
@@ -265,7 +281,8 @@ def empty_copy(
     shapes: Architecture, compute: torch.dtype, adapted: Adapted | None = None, device: torch.device | str = "cpu"
 ) -> Architecture:
     """Return a model of the architecture of `shapes` on a device, with parameters of the dtype `compute` that have no
-    values yet. `adapted` says which modules get LoRA adapters; None: no module."""
+    values yet. Its buffers have values: those in the files of the model, and those that transformers computes.
+    `adapted` says which modules get LoRA adapters; None: no module."""
     model = build_architecture(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
         with torch.device("meta"):
@@ -300,7 +317,8 @@ def logits_of_folder(
 
 @torch.no_grad()
 def replace_projector(model: Architecture, file: Path) -> None:
-    """Load the projector in an exported file into a model. Raises ModelError if it has other parameters."""
+    """Load the projector in an exported file into a model, in place. Raises ModelError if the file does not have
+    exactly the projector's parameters."""
     parameters = {n: p for n, p in model.named_parameters() if n.startswith("multi_modal_projector.")}
     stored = {ours(name): tensor for name, tensor in open_tensors(file).items()}
     if stored.keys() != parameters.keys():
@@ -312,7 +330,13 @@ def replace_projector(model: Architecture, file: Path) -> None:
 def reloaded_logits(
     folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype, sizes: list[Size]
 ) -> torch.Tensor:
-    """Load an exported folder with transformers, in this dtype, and return what `exported_logits` returns."""
+    """Load an exported folder with transformers, in this dtype, and return its logits for the label tokens of a
+    micro-batch: float32 [labels, rows of the exported embeddings].
+
+    Args:
+        images: pixels of all images, normalised and cut into tiles; the model runs on their device.
+        sizes: width and height in pixels of each image.
+    """
     return exported_logits(open_export(folder, dtype).to(images.device), micro, images, sizes)
 
 
@@ -342,7 +366,8 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: list[Size] | None) -> torch.Tensor:
     """Return the logits of an export, loaded with transformers, for the label tokens of a micro-batch: float32 [labels,
-    rows of the exported embeddings].
+    rows of the exported embeddings]. The micro-batch gives the token ids, the positions of the image tokens among them,
+    and the label positions.
 
     Args:
         images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower), or of the

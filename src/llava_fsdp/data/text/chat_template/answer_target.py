@@ -80,8 +80,9 @@ class Asked:
     tools: Sequence[dict[str, Any]]
 
     def write(self, messages: Sequence[Message], ask: bool = False, **variables: Any) -> str:
-        """Render messages with the conversation's tools. Raise Unfit if the template escapes BREAK, so that it cannot
-        be taken out again."""
+        """Render messages with the conversation's tools. With `ask`, the text ends with the generation prompt. Raise
+        Unfit if the template writes the character BREAK, which interrupts special tokens in texts, as a JSON escape: it
+        could not be taken out again."""
         text = self.template.write_text(messages, ask, self.features.form, self.tools, **variables)
         if ESCAPED_BREAK in text:
             raise Unfit("escapes a special token in a text")
@@ -102,17 +103,19 @@ class Asked:
         return text
 
     def variables(self, turn: int) -> dict[str, Any]:
-        """Return the variables with which the answer with index `turn` is rendered: the switch of thoughts is on if it
-        has one. Without one, the switch is as the template's own variables say."""
+        """Return the variables of the template with which the answer with index `turn` is rendered. If the answer has a
+        thought, and the template has a variable that switches thoughts on, this is true. Otherwise there are none, and
+        the template's own value of that variable counts."""
         switch = self.features.switch
         return {} if switch is None or self.messages[turn].thought is None else {switch: True}
 
     def texts(self, turn: int) -> AnswerTexts:
-        """Render what is compared to find the target of the answer with index `turn`: its prompt, and the conversation
-        up to the answer, with the answer's own texts and with marker texts in their places."""
+        """Render the texts from which the target of the answer with index `turn` is found: its prompt, the cue (the end
+        of the prompt, which asks for an answer), and the conversation up to the answer. The last is rendered twice: as
+        it is, and with marker texts in place of the answer's text and thought."""
         own, before, variables = self.messages[turn], self.messages[:turn], self.variables(turn)
         prompt = self.prompt(turn, variables)
-        # what the generation prompt adds to the turns before
+        # what the prompt has in addition to the turns
         cue = prompt[shared(prompt, self.write(before, **variables)) :]
         # white space beside a thought or calls stays, because some templates write such an answer in another way
         is_alone = own.texts[0] and own.thought is None and not own.calls
@@ -122,13 +125,15 @@ class Asked:
         return AnswerTexts(prompt, cue, shown, seen)
 
     def target(self, turn: int) -> Target:
-        """Return the prompt of the answer with index `turn`, and the target: the text that a model must generate behind
-        it, up to and including what ends the answer."""
+        """Return the prompt of the answer with index `turn`, and its target: the text that a model must generate after
+        the prompt, up to and including what ends the answer. Raise Unfit if a model with this template would not write
+        the answer so."""
         own, features = self.messages[turn], self.features
         if own.thought is not None and not features.thoughts:
             raise Unfit("shows no thoughts; data.thoughts=drop leaves them out")
         texts = self.texts(turn)
-        # the target is the thought that the template never shows (mostly empty), and `shown` from `start` on
+        # the target is `unshown` and the text `shown` from `start` on; `unshown` is a thought that the template never
+        # shows, with what ends it, and empty for most templates
         start, unshown = find_start(own, texts, features.opener)
         if not texts.marked.startswith(texts.shown[:start]):
             raise Unfit("changes earlier turns because of what an answer says")
@@ -141,7 +146,7 @@ class Asked:
             raise Unfit("writes the text of an answer with calls after their results")
         text = unshown + ended
         spans = {mark: (begin + len(unshown), end + len(unshown)) for mark, (begin, end) in spans.items()}
-        if unshown:
+        if unshown:  # the range of the thought, without the text that ends it
             spans[THOUGHT] = 0, len(unshown) - len(OPENERS[features.opener])
         begin, is_empty = thought_end(features, text, spans)
         said = spans.get(SAID, (begin, begin))
@@ -149,9 +154,11 @@ class Asked:
 
     def ended(self, turn: int, texts: AnswerTexts, start: int, said_end: int) -> str:
         """Return the template's text of the conversation (`texts.shown`) from the character `start` on, up to and
-        including what ends the answer. The answer's own text ends `said_end` characters behind `start`."""
+        including what ends the answer. The answer's own text ends `said_end` characters behind `start`. An answer
+        without calls ends with `features.stop`, and one with calls with the first special token after which only white
+        space follows."""
         own, features, rest = self.messages[turn], self.features, texts.shown[start:]
-        if features.next_stop:  # only the beginning of the next turn ends an answer
+        if features.next_stop:  # this template ends an answer only by the beginning of the next turn, which is added
             return rest.rstrip("\n") + features.call_stop if own.calls else rest + features.next_stop
         if not own.calls:
             found = rest.find(features.stop, said_end)
@@ -160,11 +167,11 @@ class Asked:
             return rest[: found + len(features.stop)]
         kept = rest
         results = [Message("tool", TEXT, ("result",), calls=(call,)) for call in own.calls]
-        try:  # what changes once there are results is not the answer's end
+        try:  # what the template no longer writes once results follow does not end the answer
             after = self.write([*self.messages[: turn + 1], *results], **self.variables(turn))
             kept = rest[: max(0, shared(after, texts.shown) - start)]
         except Unfit:
-            pass  # the template takes no such result: then all of F may be the end
+            pass  # the template takes no such result: the end is looked for in all of `rest`
         find = self.template.tokenizer.find_special
         for text in (kept, rest):
             ends = [end for _, end in find(text) if not text[end:].strip()]
@@ -210,16 +217,17 @@ def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]
 
 
 def behind_cue(texts: AnswerTexts) -> int | None:
-    """Return where, in the text with the answer (`shown`), the last cue before the answer ends; None without one. The
-    cue is what the generation prompt adds to the turns before."""
+    """Return the index in the text with the answer (`texts.shown`) behind the last cue before the answer; None if there
+    is no cue before it, or the text up to there depends on what the answer says. The cue is what a prompt has in
+    addition to its turns, and asks for an answer."""
     place = texts.marked.rfind(texts.cue, 0, first_mark(texts.marked)) if texts.cue else -1
     end = place + len(texts.cue)
     return end if place >= 0 and texts.shown.startswith(texts.marked[:end]) else None
 
 
 def behind_other_spaces(texts: AnswerTexts) -> int | None:
-    """Return where the answer begins in the text with it (`shown`), if what stands before it differs from the prompt in
-    white space alone; else None."""
+    """Return the index at which the answer begins in the text with it (`texts.shown`), if what stands before it differs
+    from the prompt only in white space; else None."""
     before = texts.marked[: first_mark(texts.marked)]
     return len(before) if before.split() == texts.prompt.split() and texts.shown.startswith(before) else None
 
@@ -230,14 +238,14 @@ def first_mark(marked: str) -> int:
 
 
 def find_spans(own: Message, rest: str, marked: str, shows_thought: bool) -> dict[str, Stretch]:
-    """Return {marker text: range of characters} of the thought and the text of an answer in the target. Raise Unfit if
-    `rest` is not `marked` with the answer's texts in place of the marker texts; white space at their ends may be
-    stripped.
+    """Return the ranges of characters of an answer's text and thought in its target, as {marker text: range}. The
+    marker text is SAID for the text and THOUGHT for the thought. Raise Unfit if `rest` is not `marked` with the
+    answer's texts in place of the marker texts; a template may strip white space at their ends.
 
     Args:
         rest: what the template writes from the beginning of the target on.
         marked: the same with marker texts in place of the answer's thought and text.
-        shows_thought: whether the thought is in them.
+        shows_thought: whether `rest` and `marked` have the thought.
     """
     wanted = {SAID: own.texts[0]} if own.texts[0].strip() or SAID in marked else {}
     if own.thought is not None and shows_thought:
@@ -255,6 +263,7 @@ def find_spans(own: Message, rest: str, marked: str, shows_thought: bool) -> dic
         at = begin + len(mark)
         is_last = number + 1 == len(order)
         behind = marked[at:] if is_last else marked[at : marked.find(order[number + 1])]
+        # the text as one of the ways of stripping leaves it, the longest first
         for text in sorted({strip(wanted[mark]) for strip in STRIPS}, key=len, reverse=True):
             whole = filled + text + behind
             if rest == whole if is_last else rest.startswith(whole):
@@ -269,8 +278,9 @@ def find_spans(own: Message, rest: str, marked: str, shows_thought: bool) -> dic
 
 
 def thought_end(features: Features, text: str, spans: dict[str, Stretch]) -> tuple[int, bool]:
-    """Return how many characters of a target are a thought with what is around it, and whether the thought is empty.
-    `spans`: ranges of the answer's thought and text in the target."""
+    """Return the number of characters at the beginning of a target that are a thought with the text before and after
+    it, and whether the thought is empty; 0 and False without a thought. An empty one is what the template itself writes
+    for an answer without a thought. `spans`: ranges of the answer's thought and text in the target, by marker text."""
     until = spans[SAID][0] if SAID in spans else len(text)
     if THOUGHT in spans:
         end = spans[THOUGHT][1]
@@ -284,8 +294,8 @@ def thought_end(features: Features, text: str, spans: dict[str, Stretch]) -> tup
 
 
 def values_in(value: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the texts, keys, numbers and constants in a JSON value, each in the ways in which a template may write
-    it."""
+    """Yield the texts, keys, numbers and constants in a JSON value, each as a tuple of the ways in which a template may
+    write it: texts and keys without white space at their ends, others in JSON's and Python's form."""
     if isinstance(value, list):
         for own in value:
             yield from values_in(own)
@@ -298,8 +308,8 @@ def values_in(value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Return whether a text is in another one, as it is, or written as JSON or Python writes it: its quotes and
-    backslashes are not compared then."""
+    """Return whether a text is a part of `whole`, as it is, or as JSON or Python writes it in quotes. In the second
+    case, quotes and backslashes are left out of both before they are compared."""
     if text in whole:
         return True
     plain = without_quotes(whole)
@@ -316,8 +326,8 @@ def without_quotes(text: str) -> str:
 
 
 def guard(text: str, special: Sequence[Stretch]) -> str:
-    """Return a text with BREAK behind the first character of each range in `special`, so that what a record says is not
-    taken for a special token or placeholder of the template."""
+    """Return a text with the character BREAK behind the first character of each range in `special`. In a text of a
+    record, the ranges are those that would be taken for special tokens or placeholders of the template."""
     for begin, _ in reversed(special):
         text = f"{text[: begin + 1]}{BREAK}{text[begin + 1 :]}"
     return text

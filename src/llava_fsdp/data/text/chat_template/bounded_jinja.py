@@ -32,9 +32,10 @@ def process() -> LimitedProcess:
 
 
 def render(code: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, float]:
-    """Render a conversation, in transformers' form, as its `apply_chat_template` does. Return the text, and the seconds
-    of processor time that this took, without compiling the template. Raise TemplateRefused if the template fails or
-    breaks a limit. `variables` are the template's, such as `add_generation_prompt` and `bos_token`."""
+    """Render a conversation, in transformers' form, as its `apply_chat_template` does, but in a process with limited
+    memory and time. Return the text, and the seconds of processor time that this took, without compiling the template.
+    Raise TemplateRefused if the template fails or breaks a limit. `variables` are the template's, such as
+    `add_generation_prompt` and `bos_token`."""
     try:
         answer, text = process()({"code": code, "messages": messages, "variables": variables})
     except LimitBroken as error:
@@ -45,7 +46,8 @@ def render(code: str, messages: list[dict[str, Any]], variables: dict[str, Any])
 
 
 def make_work() -> Work:
-    """Return the function that answers requests in the limited process: it renders a conversation with a template."""
+    """Return the function that answers requests in the limited process. It renders a conversation with a template, and
+    returns the seconds that this took and the text, or an error."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     last = ""
@@ -61,7 +63,7 @@ def make_work() -> Work:
         began = time.process_time()
         try:
             text = render_jinja_template([messages], chat_template=code, **variables)[0][0]
-        except MemoryError:
+        except MemoryError:  # the process reports that the limit of memory is reached
             raise
         except Exception as error:
             why = " ".join(str(error)[:1000].split())[:200]

@@ -93,12 +93,14 @@ def said(role: str, text: str, **more: Any) -> Message:
 
 
 def learn_features(template: Renders) -> Features:
-    """Find out what a template reads, by about twenty renderings. Raise Unfit if it writes no question or no end of an
-    answer."""
+    """Find out what a template reads of messages (such as thoughts and calls of tools) and what it writes around
+    answers, by rendering about twenty conversations of marker texts. Raise Unfit if it does not write the text of a
+    question, or writes nothing that ends an answer."""
     form = find_form(template)
     asked, answer = said("human", ASKED), said("gpt", SAID)
     stop, next_stop = find_stop(template, form)
     prompt = template.write_text([asked], True, form)
+    # what the prompt has and the conversation with the answer lacks: the beginning of a thought that is never shown
     opener = rest_of(prompt, template.write_text([asked, answer], False, form)) if form.thought is None else ""
     made = Features(
         form, stop, next_stop, opener=opener if opener in OPENERS else "", tools=shows_tools(template, form)
@@ -111,7 +113,7 @@ def learn_features(template: Renders) -> Features:
 def attempt(
     template: Renders, messages: Sequence[Message], ask: bool, form: MessageForm, tools: Sequence[Any] = (), **on: Any
 ) -> str:
-    """Return a rendered text, see `Renders.write_text`; empty if the template fails."""
+    """Return a rendered text, as `template.write_text` makes it from these arguments; empty if the template fails."""
     try:
         return template.write_text(messages, ask, form, tools, **on)
     except Unfit:
@@ -125,7 +127,8 @@ def rest_of(text: str, other: str) -> str:
 
 def find_form(template: Renders) -> MessageForm:
     """Find out in which form the template takes messages: the key of a thought, and whether the arguments of a call are
-    an object or JSON text. Raise Unfit if it does not write the text of a question."""
+    an object or JSON text. If no form shows the marker text of an argument (PLACE), it stays an object. If no key shows
+    the thought, there is no key. Raise Unfit if the template does not write the text of a question."""
     plain = MessageForm(template.parts)
     asked = said("human", ASKED)
     if ASKED not in template.write_text([asked], False, plain):
@@ -136,7 +139,7 @@ def find_form(template: Renders) -> MessageForm:
     for as_text in (False, True):
         own = replace(plain, text_arguments=as_text)
         text = attempt(template, [asked, calls], False, own, [TOOL])
-        # an object that is written as Python writes it has the wrong quotes
+        # a template that takes JSON text writes an object as Python does, with single quotes: then try JSON text
         if PLACE in text and (as_text or "{'" not in text.partition(PLACE)[0][-40:]):
             form = own
             break
@@ -152,9 +155,9 @@ def find_form(template: Renders) -> MessageForm:
 
 
 def find_stop(template: Renders, form: MessageForm) -> tuple[str, str]:
-    """Return the text that ends an answer (see `answer_end`), and an empty text. If nothing behind the last answer ends
-    it, the special token with which the next turn begins does, and the second result is the part of the first that
-    belongs to the next turn."""
+    """Return the text that ends an answer, and the part of it that belongs to the next turn. The second is empty if the
+    template writes a special token behind the last answer of a conversation, which ends it. Otherwise an answer ends
+    with the special token with which the next turn begins. Raise Unfit if there is no such token."""
     turns = [said("human", ASKED), said("gpt", SAID), said("human", NEXT), said("gpt", NEXT_SAID)]
     last = template.write_text(turns[:2], False, form).partition(SAID)[2]
     whole = attempt(template, turns, False, form)
@@ -175,11 +178,13 @@ def shows_tools(template: Renders, form: MessageForm) -> bool:
 
 
 def find_call_stop(template: Renders, features: Features) -> str:
-    """Return the text up to the special token with which the result of a call begins, if only the beginning of the next
-    turn ends an answer; otherwise an empty text."""
+    """Return the text that ends an answer with a call, for a template that ends an answer only by the beginning of the
+    next turn (it has `next_stop`): what the template writes before the result of the call, up to its first special
+    token. Return an empty text for other templates, or if there is no special token."""
     if not features.next_stop:
         return ""
     turns = [said("human", ASKED), said("gpt", "", calls=(CALL,)), said("tool", SAID, calls=(CALL,))]
+    # the text without the result, and with it
     bare, whole = (attempt(template, turns[:end], False, features.form, [TOOL]) for end in (2, 3))
     behind = rest_of(whole, bare)
     special = template.tokenizer.find_special(behind)
@@ -187,7 +192,8 @@ def find_call_stop(template: Renders, features: Features) -> str:
 
 
 def find_switch(template: Renders, form: MessageForm) -> str | None:
-    """Return the variable that says whether the answer to come begins with a thought; None without one."""
+    """Return the name of the template's variable that decides whether the answer that comes next begins with a thought;
+    None if the prompt depends on no variable of SWITCHES."""
     asked = [said("human", ASKED)]
     for name in SWITCHES:
         if name in template.code:
@@ -198,7 +204,8 @@ def find_switch(template: Renders, form: MessageForm) -> str | None:
 
 
 def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | None:
-    """Return the variable with which the thoughts of earlier turns stay in prompts, and its value; None without one."""
+    """Return the template's variable that decides whether the thoughts of earlier turns stay in prompts, and the value
+    with which they do; None if the template has no such variable."""
     turns = [said("human", ASKED), said("gpt", SAID, thought=THOUGHT), said("human", NEXT)]
     for name, value in KEEP.items():
         if name in template.code and form.thought is not None:
@@ -209,9 +216,10 @@ def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | Non
 
 
 def find_thought(template: Renders, features: Features) -> tuple[str, str]:
-    """Return the texts that a model writes before and after a thought, in an answer that has one and a text. The first
-    is empty if the prompt has it; both are empty if the template shows no thoughts."""
-    if features.opener:
+    """Return the text that a model writes before the thought of an answer, and the text between the thought and the
+    text of the answer. The first is empty if the prompt already has it; both are empty if the template shows no
+    thoughts."""
+    if features.opener:  # the prompt opens a thought, and the template never shows the text that ends it
         return "", OPENERS[features.opener]
     if features.form.thought is None:
         return "", ""

@@ -108,10 +108,12 @@ class Form(Protocol):
 
 
 def answer_end(last: str, earlier: str, tokenizer: Tokenizer) -> str:
-    """Return the text that ends an answer: the beginning of the text behind a last answer, up to its first special
-    token, and further ones that follow directly and that an earlier answer has, too. Empty if there is none.
+    """Return the text that ends an answer: the beginning of what the template writes behind the last answer of a
+    conversation, up to its first special token. Special tokens that follow directly belong to it if they also stand
+    behind an earlier answer. Empty if there is no special token.
 
     Args:
+        last: the text behind the last answer.
         earlier: the text behind an earlier answer; empty if it is not known.
     """
     end = 0
@@ -126,9 +128,10 @@ def joined(frames: Sequence[str], filled: Sequence[str]) -> str:
 
 
 def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
-    """Learn the layout of conversations of one shape, such as `hg` (a question and its answer), by rendering marker
-    texts in place of their texts. Without `has_labels`, no text has labels."""
-    order, frames = form.marked(shape)
+    """Return the layout of conversations of one shape, such as `hg` (a question and its answer). It consists of frames,
+    the texts that the template writes around the texts of the turns, and slots, where these stand. It is found by
+    rendering marker texts in place of the texts. Without `has_labels`, no text has labels."""
+    order, frames = form.marked(shape)  # numbers of the texts as the template orders them, and its own texts
     # with white space before or after each text, to find out what of it the template strips
     _, lefts = form.marked(shape, before=LEFT)
     _, rights = form.marked(shape, after=RIGHT)
@@ -156,11 +159,15 @@ def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
 
 
 def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]) -> Layout:
-    """Find out which texts have labels in conversations that end with an answer, and return their layout.
+    """Return the layout of conversations that end with an answer, with the characters that have labels.
 
-    An earlier answer has labels if the whole conversation begins with the text that is trained where this answer is the
-    last one. It has no labels if the whole conversation only has other white space before it than its prompt. Otherwise
-    Unfit is raised.
+    The last answer has labels if its turn is to be learnt. An earlier answer has labels if the conversation begins with
+    exactly the text that would be trained if this answer were the last one. It has no labels if the conversation only
+    has other white space before it than its prompt: a model would not write that. Otherwise Unfit is raised.
+
+    Args:
+        slots: where the texts of the turns stand.
+        frames: the template's own texts before, between and after them.
     """
     last = len(turns) - 1
     if slots[-1].turn != last:
@@ -194,9 +201,15 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
 def after_prompt(
     form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]
 ) -> tuple[list[str], int]:
-    """Return the frames of conversations whose last answer is trained after the template's prompt for it, and the
-    number of characters between this prompt and the answer. The frames are those of this prompt if the whole
-    conversation has other white space. Raise Unfit if it differs in more than that."""
+    """Return the template's own texts (frames) in conversations that are trained, and the number of characters that the
+    template writes between the prompt for the last answer and this answer. If the conversation differs from the prompt
+    in white space, the frames before the answer are those of the prompt, which a model reads when it answers. Raise
+    Unfit if they differ in more than white space.
+
+    Args:
+        slots: where the texts of the turns stand.
+        frames: the template's own texts in a conversation that is rendered whole.
+    """
     where = f"cannot teach turn {len(turns) - 1}, an answer:"
     if not frames[-1].startswith(form.stop):
         raise Unfit(f"{where} it does not end with {form.stop!r}")

@@ -141,8 +141,9 @@ class ChatTemplate:
 
     @property
     def stop(self) -> str:
-        """The text that ends an answer, from plain conversations or, if the template cannot be used for these, from
-        `features`. Raises Unfit if there is no special token in it."""
+        """The text that ends an answer. It is learnt from conversations without tools and thoughts or, if the template
+        cannot be used for these, taken from `features`. Raises Unfit if the template writes no special token behind an
+        answer."""
         try:
             return self._stop
         except Unfit:
@@ -199,8 +200,9 @@ class ChatTemplate:
 
     @cached_property
     def thought(self) -> tuple[str, str]:
-        """The texts that a model writes before and after the thought of an answer; the second is empty if the prompts
-        of this template ask for none."""
+        """The texts that a model writes before and after the thought of an answer. Both are empty if it writes no
+        thoughts, as when the template's variable for them is set to false. The first is also empty if the prompt has
+        it."""
         try:
             own = self.features
         except Unfit:
@@ -237,12 +239,14 @@ class ChatTemplate:
         return list(self.pieces(layout, filled, media))
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
-        """Yield the text of a conversation in pieces: texts of the template (frames), texts of turns, and images.
+        """Yield the text of a conversation in pieces: texts of the template (frames), texts of turns, and images. A
+        frame may begin with what ends an answer, and may end with what a model writes before the text of the next
+        answer; these parts have labels.
 
         Args:
             layout: what the template writes around the conversation's texts, and which text has labels.
             filled: the conversation's own texts, as the template writes them.
-            media: the kind of each image and video (see `media_of`). Their placeholders in the frames become pieces;
+            media: the kind of each image and video, one letter each. Their placeholders in the frames become pieces;
                 empty: no placeholders are looked for.
         """
         numbers = {kind: iter([n for n, letter in enumerate(media) if letter == kind]) for kind in (IMAGE, VIDEO)}
@@ -413,8 +417,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_image_parts(folder: Path) -> ImageParts | None:
-    """Return the texts for images and videos of one of transformers' whole models; None if the folder has another
-    model, or an export whose training had image tags in the text of messages."""
+    """Return the texts for images and videos of a vision-language model in transformers' form, whose template takes
+    images as parts of messages. Return None if the folder has another model or no template; or if a mark (BEGIN) in its
+    template says that it is an export of a training in which messages had image tags in their text."""
     found = find_file(folder)
     if not is_whole(folder) or found is None or BEGIN in found[1]:
         return None

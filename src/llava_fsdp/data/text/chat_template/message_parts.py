@@ -45,8 +45,8 @@ class Message:
     """The calls of an answer, or the one call that a result (`tool`) belongs to."""
 
     def to_template(self, form: MessageForm) -> dict[str, Any]:
-        """Return the message as a template takes it."""
-        # a list with an empty text makes some templates write a line break before a call
+        """Return the message as a template takes it: an object whose keys depend on the form."""
+        # an answer with only a call or a thought: some templates write a line break for a list with an empty text
         is_bare = self.role == "gpt" and self.texts == ("",) and (self.calls or self.thought is not None)
         content = self.content() if form.parts and not is_bare else self.texts[0]
         made: dict[str, Any] = {"role": ROLES[self.role], "content": content}

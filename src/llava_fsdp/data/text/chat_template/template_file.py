@@ -69,7 +69,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """Return {variable of templates, such as `bos_token`: special token} from the tokenizer's files."""
     found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
-        # a Llama tokenizer has these unless a file names others
+        # a tokenizer.model is that of a Llama tokenizer, which has these tokens unless one of the files names others
         found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}
     values = {name: found.get(name) for name in NAMED}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}

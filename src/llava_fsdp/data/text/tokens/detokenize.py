@@ -50,7 +50,8 @@ def find_stops(
 
 
 def eos_ids(content: Any, path: Path) -> list[int]:
-    """Return the ids of `eos_token_id` in the content of a configuration, or a part of it; empty if it has none."""
+    """Return the ids of `eos_token_id` in the content of a configuration, or a part of it; empty if it has none. Raise
+    ModelError, which names the file `path`, if a value is not an id or a list of ids."""
     value = content.get("eos_token_id") if isinstance(content, dict) else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(number) is int and number >= 0 for number in ids):
@@ -75,8 +76,10 @@ class TokenText:
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> list[TokenText]:
     """Return the text of each token, in order, for display. Tokens that are bytes of the same character become one
-    piece."""
-    before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
+    piece. Until a character is complete, its decoded text ends in the replacement character (BROKEN); after PENDING
+    tokens, the bytes are invalid, and are shown so."""
+    # tokens are decoded behind these, because decoding may drop a space at the beginning of a text
+    before = [token.id for token in tokenizer.encode("a")]
     begin = len(tokenizer.decode(before))
     pieces: list[TokenText] = []
     group: list[int] = []
@@ -93,7 +96,7 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[TokenText]:
             close()
             pieces.append(TokenText(f"token {token}" if name is None else name, is_special=True))
             continue
-        if group and not alone.endswith(BROKEN) and not alone.startswith(BROKEN):
+        if group and not alone.endswith(BROKEN) and not alone.startswith(BROKEN):  # not a part of the character
             close()
         group.append(token)
         if len(group) > PENDING or not tokenizer.decode([*before, *group])[begin:].endswith(BROKEN):
@@ -111,19 +114,21 @@ class ThoughtText:
     """
 
     def __init__(self, tokenizer: Tokenizer, begin: str, end: str):
-        """`begin` and `end` are the texts around the thought."""
+        """Collect the tokens of a thought with which an answer may begin. `begin` and `end` are the texts around the
+        thought. An empty `begin` means that the prompt has it; an empty `end`, that the model writes no thoughts."""
         self.tokenizer, self.begin, self.end = tokenizer, begin, end
         self.may_continue = bool(end)
         """Whether the next token may be one of the thought, or of the texts around it."""
         self.has_begun = not begin
-        self.is_cut = False
+        self.is_cut = False  # whether the tokens ended before the thought did
         self.ids: list[int] = []
         self.text: str | None = None
         """The thought, once it has ended."""
         self._written = ""  # with the names of special tokens
 
     def push(self, token: int) -> None:
-        """Add a token, and note whether the thought has begun, has ended, or can no longer come (`may_continue`)."""
+        """Add a token. Update whether the thought has begun; once it has ended, set `text` to the thought.
+        `may_continue` becomes false if it has ended, or the tokens are no beginning of a thought."""
         self.ids.append(token)
         self._written += self.tokenizer.name(token) or self.tokenizer.decode([token])
         written = self._written.lstrip()
@@ -158,8 +163,14 @@ class AnswerText:
         begin: str = "",
         thought: tuple[str, str] = ("", ""),
     ):
-        """An answer ends with the text `stop` or a token of `stops`; a text `begin`, or a thought between the two texts
-        of `thought`, before it is not returned."""
+        """Decode an answer while it is generated.
+
+        Args:
+            stop: text that ends an answer; it is not returned.
+            stops: ids of the tokens that end an answer.
+            begin: text that a model writes before an answer, such as an empty thought; it is not returned.
+            thought: the texts before and after a thought. A thought before the answer is not returned with the answer.
+        """
         self._thought = ThoughtText(tokenizer, thought[0].strip(), thought[1].strip())
         own = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
         self._begin = [token.id for token in own]
@@ -194,19 +205,20 @@ class AnswerText:
         if not thought.may_continue:
             return self._push(token)
         thought.push(token)
-        if token in self.stops:  # an answer without a thought, or a thought without an answer: it is shown
+        if token in self.stops:  # the answer ends here: if its thought has no end, its tokens are shown as the answer
             thought.may_continue = False
         if thought.may_continue:
             return ""
         if thought.text is None:  # there is no thought: its tokens are the answer's
             return "".join(map(self._push, thought.ids))
         self.ids = list(thought.ids)
-        self._window = self._decoded = len(self.ids)
+        self._window = self._decoded = len(self.ids)  # the thought's tokens are not decoded again
         return ""
 
     def _push(self, token: int) -> str:
-        """Add a token that is not one of a thought, and return the text that became final with it. What a model writes
-        before an answer (`begin`) is held back, and is not returned if an answer follows it."""
+        """Add a token that is not one of a thought, and return the text that became final with it. While the tokens are
+        the beginning of the text `begin`, which a model writes before an answer, none is returned. If an answer follows
+        `begin`, only the answer is returned; if not, the tokens are the answer's."""
         self._generated.append(token)
         if token in self.stops and not self._is_beginning():
             self.ended = True
@@ -241,7 +253,9 @@ class AnswerText:
         return begun + rest
 
     def _decode(self, is_last: bool) -> str:
-        """Return the text of the new tokens; empty while they end in the middle of a UTF-8 character."""
+        """Return the text of the tokens that were added since the last call that returned text. While they end in the
+        middle of a UTF-8 character, the result is empty, unless `is_last`, or more than PENDING tokens wait. A
+        replacement character (BROKEN) at the end of the text shows that a character is incomplete."""
         before = self.tokenizer.decode(self.ids[self._window : self._decoded])
         text = self.tokenizer.decode(self.ids[self._window :])
         waits = text.endswith(BROKEN) and len(self.ids) - self._decoded <= PENDING
@@ -254,7 +268,9 @@ class AnswerText:
         return text[len(before) :]
 
     def _release(self, new: str) -> str:
-        """Add new text, and return what can no longer become part of the stop text or of spaces at the end."""
+        """Add new text to the text that is held back, and return the part that is final. An end that may be the
+        beginning of the stop text is still held back, and so are spaces at the end, which are no part of an answer. If
+        the stop text is found, the answer ends before it."""
         self._held += new
         at = self._held.find(self.stop) if self.stop else -1
         if at >= 0:

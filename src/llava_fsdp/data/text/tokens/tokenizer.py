@@ -77,8 +77,12 @@ class Tokenizer(ABC):
 
     def encode_rest(self, text: str, special: list[Stretch]) -> list[Token]:
         """Return the tokens of a text that continues another one: without the space that some tokenizers put before a
-        text. So the text is tokenized behind a lead, whose tokens are then left out; the first of some leads is taken
-        that the tokenizer does not join with the text."""
+        text. So the text is tokenized behind another text (the lead), whose tokens are then left out. The first lead is
+        taken that the tokenizer does not join with the text into a token; if it joins all, the text is tokenized alone.
+
+        Args:
+            special: ranges of characters of the text that are read as special tokens or stand for images.
+        """
         for lead in ("\n", "a", "."):
             shifted = [(begin + len(lead), end + len(lead)) for begin, end in special]
             tokens = self.encode(lead + text, shifted)
@@ -131,7 +135,14 @@ def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str
 
 
 def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]) -> Tokenizer:
-    """Do what `open_tokenizer` does, without checks. `config`: content of `tokenizer_config.json`."""
+    """Read the tokenizer of a model folder from `tokenizer.model` or `tokenizer.json`. Raise ModelError if it has
+    neither.
+
+    Args:
+        config: content of `tokenizer_config.json`.
+        vocab_size: added tokens with this id or a higher one are left out; None: no limit.
+        extra: special tokens to add after the last id, unless the tokenizer has them.
+    """
     pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
     if reads_pieces(folder, config):
         added = {t: i for t, i in added_tokens(folder, config).items() if within(i, vocab_size)}
@@ -142,8 +153,8 @@ def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tu
 
 
 def reads_pieces(folder: Path, config: dict) -> bool:
-    """Return whether the tokenizer is read from its `tokenizer.model`, and not from its `tokenizer.json`. `config` is
-    always the content of `tokenizer_config.json`."""
+    """Return whether the tokenizer is read from its `tokenizer.model`, and not from its `tokenizer.json`. If the folder
+    has both, this is so only for the class of a Llama tokenizer in `config`, the content of `tokenizer_config.json`."""
     has_both = (folder / "tokenizer.json").is_file()
     return (folder / "tokenizer.model").is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not has_both)
 
@@ -215,8 +226,15 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]):
-        """Read the file at `path`. `config` is the content of `tokenizer_config.json`. Added tokens with an id of
-        `vocab_size` or above are left out; special tokens `extra` are added if missing."""
+        """Read a `tokenizer.json` with the tokenizers library. Some Llama tokenizers put a space (`▁`) only before a
+        whole text. For these (`_prefixes`) it is switched off in the library, and this class puts it there.
+
+        Args:
+            path: the file.
+            config: content of `tokenizer_config.json`.
+            vocab_size: added tokens with this id or a higher one are left out; None: no limit.
+            extra: special tokens to add after the last id, unless the tokenizer has them.
+        """
         self._path = path
         frozen = read_json(path, largest=LARGE)
         frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], vocab_size)]
@@ -243,29 +261,31 @@ class JsonTokenizer(Tokenizer):
         bos_text = bos.get("content") if isinstance(bos, dict) else bos
         bos_id = self._fast.token_to_id(bos_text) if bos_text else None
         self._encode(self._fast, "a")  # names the file if its rules fail for any text
-        begins = self._fast.encode("a").ids[:1] == [bos_id]
+        begins = self._fast.encode("a").ids[:1] == [bos_id]  # whether the library itself puts BOS before a text
         self.bos = bos_id if config.get("add_bos_token", begins) else None
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
-        """Return the tokens of a text. Only the ranges of characters in `special` are read as special tokens, or as
-        images, which give no token; None: all special tokens in the text are read."""
+        """Return the tokens of a text. Only the ranges of characters in `special` are read as special tokens, or stand
+        for images, which give no token; None: all special tokens in the text are read."""
         if special is not None:
             images = [(begin, end) for begin, end in special if text[begin:end] not in self._special]
             if images:
                 return self._encode_around_images(text, special, images)
-            if special != self.find_special(text):
+            if special != self.find_special(text):  # some special tokens in the text are read as ordinary text
                 return self._encode_between(text, special)
         if not self._prefixes:  # this class does not have to put the space before a text
             return self._encode(self._fast, text)
         if not text:
             return []
+        # the space that this class puts before the text is no character of it: the text begins at index -1
         tokens = self._encode(self._fast, SPACE + text.replace(SPACE, " "), at=-1)
         return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
 
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
-        """Return the ids of the tokens that `encode` returns. If the text begins with an image, which gives no token,
-        the rest is tokenized as text that follows a special token."""
+        """Return the ids of the tokens that `encode` returns. A text whose only image, if there is one, is at its
+        beginning is tokenized directly: the image gives no token, and the rest is text that follows a special token.
+        `special`: ranges of characters that are read as special tokens or stand for images."""
         begin = special[0][1] if special and special[0][0] == 0 and text[: special[0][1]] not in self._special else 0
         part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
         if self._prefixes or own != self.find_special(part):
@@ -273,8 +293,8 @@ class JsonTokenizer(Tokenizer):
         return [token.id for token in self._encode(self._rest if begin else self._fast, part)]
 
     def _encode_around_images(self, text: str, special: list[Stretch], images: list[Stretch]) -> list[Token]:
-        """Tokenize the parts of a text between images, as the tokenizers library does: for it an image is a special
-        token. So a tokenizer that puts a space before a whole text puts none behind an image.
+        """Tokenize the parts of a text between images, as the tokenizers library would if an image were a special
+        token: a tokenizer that puts a space before a whole text puts none behind an image.
 
         Args:
             special: ranges of characters that are special tokens or images.
@@ -324,7 +344,7 @@ class JsonTokenizer(Tokenizer):
     def _encode_between(self, text: str, special: list[Stretch], is_first: bool = True) -> list[Token]:
         """Tokenize a text in which only the ranges in `special` are special tokens. As in the tokenizers library, a
         special token may include the spaces before and after it (lstrip, rstrip). With `is_first=False`, the text
-        follows a special token."""
+        follows a special token, and no space is put before it."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -334,8 +354,8 @@ class JsonTokenizer(Tokenizer):
                 before = at + len(text[at:begin].rstrip())
             if flags is not None and flags.rstrip:
                 behind = end + len(text[end:]) - len(text[end:].lstrip())
-            part = text[at:before]
-            if self._prefixes and part:
+            part = text[at:before]  # ordinary text before the special token
+            if self._prefixes and part:  # this class puts the space before the whole text, which then begins at -1
                 part = part.replace(SPACE, " ")
                 part, at = (SPACE + part, -1) if at == 0 and is_first else (part, at)
             tokens += self._encode(self._plain if at <= 0 and is_first else self._plain_rest, part, at)
@@ -377,8 +397,9 @@ def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]
 
 
 def without_prefix(path: Path) -> bytes:
-    """Return the content of a Llama `tokenizer.model`, changed so that no space is put before a text. Raise ModelError
-    if the file is not a SentencePiece model, or is one that never puts a space before a text."""
+    """Return the content of a Llama `tokenizer.model`, changed so that SentencePiece puts no space before a text; the
+    caller puts it where it belongs. Raise ModelError if the file is not a SentencePiece model, or has no such space and
+    so is not that of a Llama tokenizer."""
     refuse_pointer(path)
     proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -416,9 +437,17 @@ class LlamaTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
-        """Read the file at `path`. `config` is the content of `tokenizer_config.json`; `added`: {text: id} of added
-        tokens; special tokens `extra` get the next ids if missing. Raises ModelError if the file is no SentencePiece
-        model."""
+        """Read a Llama `tokenizer.model`.
+
+        Args:
+            path: the file.
+            config: content of `tokenizer_config.json`.
+            added: {text: id} of tokens that were added to those of the file.
+            extra: special tokens to add after the last id, unless the tokenizer has them.
+
+        Raises:
+            ModelError: the file is no SentencePiece model, or not that of a Llama tokenizer.
+        """
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
         except RuntimeError as error:
@@ -450,8 +479,9 @@ class LlamaTokenizer(Tokenizer):
         return tokens
 
     def _encode_part(self, part: str, at: int) -> list[Token]:
-        """Tokenize a part of a text, which has no special tokens and begins at character `at` of the text. The tokens
-        have character ranges in the whole text."""
+        """Tokenize a part of a text, which has no special tokens and begins at character `at` of the text. A space is
+        put before the part if it begins the text, or with the setting `legacy`. The tokens have character ranges in the
+        whole text."""
         prefix = 1 if at == 0 or self.legacy else 0
         plain = " " * prefix + part.replace(SPACE, " ")
         tokens = []
