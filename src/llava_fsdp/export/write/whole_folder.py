@@ -231,8 +231,9 @@ def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def write_config(source: WholeSource, dtype: torch.dtype | None, staged: Path) -> None:
-    """Write `config.json`: the folder's own, bit for bit, unless it says another dtype than that of the weights, or
-    that two different weights are one. `dtype`: that of all weights; None: they have several, as they had before."""
+    """Write `config.json`: that of the model's folder, bit for bit, unless it names another dtype than that of the
+    weights, or ties embeddings and output layer although they have different weights. `dtype`: that of all weights;
+    None: they have several, as they had before training."""
     file = source.folder / "config.json"
     raw = read_json(file, str(file))
     fields = raw if dtype is None else with_dtype(raw, dtype_name(dtype))

@@ -56,6 +56,7 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 def decide(run: SourceRun) -> Overrides:
     """Return all Hydra overrides with which llava_fsdp does the training `run`: value by configuration key. They
     include those that only repeat defaults; `command.drop_defaults` removes these."""
+    # those that are decided by the rules of ms-swift, LLaMA-Factory or TRL; they replace the others
     own_overrides = trainer_overrides(run) if run.trainer else {}
     overrides = dict(own_overrides) or (model(run) | data(run) if run.launch.is_original else other_program(run))
     overrides |= (
@@ -232,8 +233,8 @@ def compiling(run: SourceRun) -> Overrides:
 
 
 def sharding(run: SourceRun) -> Overrides:
-    """Return the override for the sharding strategy, such as {"sharding": "zero3"}; empty if the original's is not
-    known, or has no equivalent."""
+    """Return the override for the sharding strategy, such as {"sharding": "zero3"}; empty if the original's has no
+    equivalent, or is not known because its DeepSpeed file was not found (`lacks_deepspeed`)."""
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -285,6 +286,7 @@ def fsdp_strategy(run: SourceRun) -> str | None:
         reshard = plain(run.accelerate_value("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
             return "zero3" if reshard else "zero2"
+        # with the first version of FSDP, Accelerate also accepts a strategy's name under the newer key
         named = reshard or run.accelerate_value("fsdp_sharding_strategy") or "FULL_SHARD"
         return FSDP_STRATEGIES.get(str(named).upper())
     return next((FSDP_STRATEGIES[word] for word in fsdp_words(run) if word in FSDP_STRATEGIES), None)
