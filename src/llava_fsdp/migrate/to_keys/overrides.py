@@ -188,6 +188,7 @@ def writing(run: SourceRun) -> Overrides:
     and timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed")}
     timeout = run.trainer_value("ddp_timeout")
+    # ms-swift, LLaMA-Factory and TRL may set years, which stand for no limit
     if not run.trainer or (isinstance(timeout, int) and run.given("ddp_timeout") and timeout <= LONGEST_TIMEOUT):
         found["comm.timeout"] = timeout
     if run.trainer_value("output_dir"):
@@ -321,7 +322,7 @@ def optimizer(run: SourceRun) -> Overrides:
     betas = run.ds_or_default("optimizer.params.betas") if run.has_ds_optimizer else AUTO
     pair = [plain(b) for b in betas] if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
     for beta, flag in zip(pair, ("adam_beta1", "adam_beta2"), strict=True):
-        found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta
+        found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta  # optim.beta1, optim.beta2
     if run.has_ds_warmup:
         found["optim.lr"] = from_deepspeed_or_flag(run, "scheduler.params.warmup_max_lr", "learning_rate")
     # learning rates by part are LLaVA's own; an optimizer that DeepSpeed makes, or its schedule, has one for all parts
@@ -358,7 +359,7 @@ def schedule(run: SourceRun) -> Overrides:
         found: Overrides = {"optim.schedule": named} if named else {}
         steps = run.ds_or_default("scheduler.params.warmup_num_steps")
         if steps != AUTO:
-            steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps
+            steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps  # as DeepSpeed does
             return found | ({"optim.warmup_steps": steps} if named else {})
         return found | warmup(run)
     name = str(run.trainer_value("lr_scheduler_type"))

@@ -143,10 +143,10 @@ def validation(run: SourceRun) -> dict[str, object]:
     held = records_of(run, is_held_out=True)
     strategy = run.trainer_value("eval_strategy")
     steps = run.trainer_value("eval_steps") if run.given("eval_steps") else None
-    if run.trainer is Trainer.swift:  # its sft_args.py: as checkpoints, where it is not given
+    if run.trainer is Trainer.swift:  # its sft_args.py: by default, it validates when it writes checkpoints
         strategy = run.trainer_value("save_strategy") if strategy is None else strategy
         steps = run.trainer_value("save_steps") if steps is None else steps
-    elif steps is None:  # transformers: as lines of the log
+    elif steps is None:  # transformers: by default, it validates as often as it logs
         steps = run.trainer_value("logging_steps")
     if held.problem or not held.paths or strategy != "steps" or not isinstance(steps, float) or steps < 1:
         return {}
