@@ -100,7 +100,7 @@ def open_source(cfg: ConversionConfig) -> Opened:
     its checkpoints, the folder of a LoRA adapter, or the folder or hub name of a model.
 
     Raises:
-        ConfigError: `cfg.source` is none of these, or its model needs a language model or a vision tower that `cfg`
+        ConfigError: `cfg.source` is not one of these, or its model needs a language model or a vision tower that `cfg`
             does not name.
         ModelError, CheckpointError: the model cannot be read.
     """

@@ -30,8 +30,8 @@ CHOOSE = unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here")
 
 
 def distributed_type(context: RuleContext, value: object) -> Translation:
-    """Return what Accelerate's `distributed_type` becomes in llava_fsdp: every type that CUDA or the CPU supports
-    becomes a sharding strategy, which is decided already (`context.tell` returns it as `sharding=VALUE`)."""
+    """Return what Accelerate's `distributed_type` becomes in llava_fsdp: every type for CUDA or the CPU becomes a
+    sharding strategy, which is decided already (`context.tell` returns it as `sharding=VALUE`)."""
     if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
         return mapped(context.tell("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
