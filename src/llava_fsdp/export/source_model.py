@@ -96,16 +96,18 @@ class Opened:
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
-    """Open the model that the command `export` is to convert, `cfg.source`.
+    """Open the model that the command `export` is to convert. `cfg.source` is a run (the folder of a training), one of
+    its checkpoints, the folder of a LoRA adapter, or the folder or hub name of a model.
 
     Raises:
-        ConfigError: it is not a model, or it needs a language model or a vision tower that `cfg` does not name.
+        ConfigError: `cfg.source` is not one of these, or its model needs a language model or a vision tower that `cfg`
+            does not name.
         ModelError, CheckpointError: the model cannot be read.
     """
     path = Path(cfg.source)
-    refuse_staged(cfg.source, "source")
+    refuse_staged(cfg.source, "source")  # a folder whose writing did not end
     is_checkpoint = (path / STATE_FILE).is_file()
-    # a folder with config.json and without checkpoints counts as a model
+    # a folder with config.json and without the subfolder of checkpoints (FOLDER) counts as a model
     has_status = is_run_folder(path) and not (path / "config.json").is_file()
     is_run = is_checkpoint or has_status or (path / FOLDER).is_dir()
     if path.name == EXPORT and not path.exists() and is_run_folder(path.parent):
@@ -143,8 +145,9 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the model that a training without checkpoints wrote at its end: its LoRA adapter folder; or its export, if
-    there is no adapter folder or both were written at the same step. Raises CheckpointError if it has neither."""
+    """Open the model that a training without checkpoints wrote at its end: its LoRA adapter folder or its export.
+    Raises CheckpointError if it has neither. The export is opened if there is no adapter folder, or if both are of the
+    same step, so that the export contains the adapter; but `format=peft` needs the adapter folder."""
     notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
     is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
     is_wanted = not is_merged or cfg.format is FolderFormat.peft
@@ -157,7 +160,8 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
 
 def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     """Open a checkpoint, whose files were checked before. Trained weights are read from it, and frozen weights from the
-    models that the training loaded. `cfg` may change how images are fitted and the name of the vision tower.
+    models that the training loaded. LoRA adapters are merged into them. `cfg` may change how images are fitted and the
+    name of the vision tower.
 
     Raises:
         CheckpointError: the frozen weights differ from those with which the model was trained.
@@ -171,6 +175,7 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
     check_base_config(folder / adapter.FOLDER, parts, where, key)
     trained = saved_weights(checkpoint)
+    # a projector that was not trained is read from where the training read it
     has_projector = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if has_projector else find_projector(run)
     check_artifacts(artifacts_of(parts, projector, run.model))
@@ -196,8 +201,8 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
 
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
-    """Return the configuration of the run that wrote a checkpoint, from the checkpoint's `facts`. Raise CheckpointError
-    if this version cannot read it."""
+    """Return the configuration of the run that wrote a checkpoint, from the checkpoint's `facts`. Keys and values that
+    were renamed since get their present names. Raise CheckpointError if this version cannot read it."""
     try:
         node = OmegaConf.create(present_tree(facts["config"]))
         assert isinstance(node, DictConfig)
@@ -214,7 +219,8 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     notes = read_notes(folder)
     model_config = read_base(opened, cfg.base or cfg.language, cfg.vision)
     parts = find_parts(model_config)
-    # again, now that it is known whether its names are those of a class of transformers
+    # opened again, now that it is known whether the tensors have the names of a class of transformers; adapters of the
+    # vision tower that the original LLaVA adds and never trains are left out
     opened = adapter.without_idle_tower(open_adapter(folder, parts.class_config is not None))
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_architecture(parts, model_config, torch.float32)
@@ -234,8 +240,9 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither a LoRA adapter folder nor the adapter's base model has a projector: the export would
-    have a random one. `where` is the base model's folder or hub name, for the message."""
+    """Raise ModelError if neither a LoRA adapter folder nor the adapter's base model has a projector or, where the
+    model has one, the vector that separates rows of image features (NEWLINE): the export would have random ones. A
+    value in `base` of type Drawn is random. `where` is the base model's folder or hub name, for the message."""
     names = {without_base(name) for name in adapter_folder.tensors}
     random_names = [
         name
@@ -261,6 +268,7 @@ def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dic
     sources: dict[str, Stored] = {}
     for name, source in base.items():
         module, _, kind = name.rpartition(".")
+        # the weight X.weight of a module with adapters is named X.base_layer.weight
         sources[f"{module}{BASE}{kind}" if module in adapted_modules else name] = trained_beside.get(name, source)
     return sources | {name: tensor for name, tensor in adapter_folder.tensors.items() if is_adapter(name)}
 
@@ -334,10 +342,10 @@ def history_in(notes: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:
-    """Return the name of the conversation template of a model whose folder names none: the one that `cfg` names; with
-    `auto` the language model's chat template, if the model is in transformers' form or has image grids and its chat
-    template can be trained with, else v1."""
-    if cfg.template == OWN:
+    """Return the name of the conversation template of a model whose folder does not name one: that in `cfg`. With
+    `auto` it is the language model's own chat template, if the model is in transformers' form or has image grids and
+    this template can be trained with; else v1."""
+    if cfg.template == OWN:  # the language model's own chat template, whose full name has a digest of its text
         return own_name(parts.language_folder) or OWN
     if cfg.template != AUTO:
         return cfg.template

@@ -84,14 +84,15 @@ def migrate(run: SourceRun) -> Migration:
 
 def drop_defaults(decided: Overrides) -> Overrides:
     """Return those overrides that change something: the others repeat the default values of the stage (pretrain,
-    finetune, ...), the model and the data that `decided` also names."""
+    finetune, ...), the model and the data that `decided` also names. These three choices (CHOICES) are always kept."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
+    # the value of a key in GROUPS, such as sharding=zero3, names a file with several settings
     groups = {key: decided[key] for key in GROUPS if key in decided and not has_choice(base, key, decided[key])}
     values = {k: v for k, v in decided.items() if k not in (*CHOICES, *GROUPS) and not has_value(base, k, v)}
     needed = chosen | groups | values
-    # the command line chooses model=own by itself where model.checkpoint is given
+    # the command line chooses model=own (a model that the user names) by itself if model.checkpoint is given
     return {k: v for k, v in needed.items() if chosen.get("model") != "own" or k not in ("model", "model.language")}
 
 

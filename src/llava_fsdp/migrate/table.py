@@ -132,7 +132,7 @@ def default_rows(context: RuleContext) -> Iterator[TableRow]:
         yield TableRow(f"{run.deepspeed.name} (not in it)", key, run.ds_or_default(key), mapped(text))
     for name, flag in run.table.items():
         if run.given(name) is None and (run.launch.is_original or flag.default is not None):
-            mentioned: set[str] = set()
+            mentioned: set[str] = set()  # gets the keys of the overrides that the rule mentions
             found: Translation = outcome(flag.rule, replace(context, key=name, mentioned=mentioned), flag.default)
             # the default needs a row only if the command sets a key for it that the recipe does not already set so
             needed = (mentioned & context.decided.keys()) - context.omitted

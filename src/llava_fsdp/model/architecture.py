@@ -251,6 +251,7 @@ def part_name(name: str, parts: Iterable[str]) -> str | None:
 def check_abilities(model: Architecture, cfg: Config) -> None:
     """Raise ConfigError if the configuration asks for something that this kind of model cannot do."""
     mode = cfg.activation_checkpointing.mode
+    # ability -> (the configuration's value, whether it needs this ability)
     asked = {
         Ability.pipeline: (cfg.parallel.pipeline, cfg.parallel.pipeline > 1),
         Ability.tensor: (cfg.parallel.tensor, cfg.parallel.tensor > 1),

@@ -69,8 +69,8 @@ def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a meta-device language model, in the order of its layers; an empty list if it has none, or
     routers with unlike numbers of experts.
 
-    transformers' models declare which modules return router logits. Each is tried on two tokens, because their outputs
-    differ.
+    transformers' models declare which modules return router logits (`_can_record_outputs`): by class and, where
+    `layer_name` is set, by a part of the module's name. Each is tried on two tokens, because their outputs differ.
     """
     declared = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorders = declared if isinstance(declared, (list, tuple)) else [declared]

@@ -70,8 +70,8 @@ def count_flops(model: Architecture, activation_checkpointing: bool, compiled: b
 
 
 def tile_flops(model: Architecture, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per tile in what makes the embeddings of images: of a `Llava`, its vision tower and projector. Of
-    a `Whole`, count them per image token."""
+    """Return the FLOPs with which the embeddings of images are computed, in the vision part and the projector: per tile
+    in a `Llava`, per image token in a `Whole` (a whole model of transformers)."""
     if isinstance(model, Whole):
         return token_flops(model, activation_checkpointing)
     assert isinstance(model, Llava), "the kinds of models are these two"
@@ -87,19 +87,19 @@ def token_flops(model: Whole, activation_checkpointing: bool) -> float:
     own = {part: model.modules_of(part) for part in (Part.vision, Part.projector)}
     blocks = model.all_blocks(Part.vision)
     tower, projector = matrix_weights(*blocks), matrix_weights(*own[Part.projector])
-    passes = trains[Part.vision]
+    passes = trains[Part.vision]  # whether the gradient passes through the tower
     of_tower = 2 * tower * (1 + passes * (1 + activation_checkpointing)) + 2 * trained_weights(*blocks)
     of_projector = 2 * projector * (1 + (passes or trains[Part.projector])) + 2 * trained_weights(*own[Part.projector])
     return of_tower * model.patches_per_token + of_projector
 
 
 def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> float:
-    """Reduce the sum of the squares of samples' lengths (`pairs`) by the pairs of tokens that are outside the language
-    model's sliding windows, on average over the layers. With a window of w tokens, a sample of n tokens has at most w *
-    n of the n * n / 2 pairs.
+    """Return `pairs`, the sum of the squares of samples' lengths, without the pairs of tokens that are outside the
+    language model's sliding windows, on average over its layers. `tokens` is the sum of the lengths.
 
-    `tokens` is the sum of the lengths. The single lengths are not known, so that the result is too large if they
-    differ.
+    Attention is causal, so that a sample of n tokens counts as n * n, and has n * n / 2 pairs that attend. With a
+    window of w tokens, at most w * n of these are left, which count as 2 * w * n. The single lengths are not known, so
+    that the result is too large if they differ.
     """
     layers = layers_with_window(language)
     if not layers:
@@ -117,6 +117,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     """
     vision, tokens = model.parts.vision, model.probe.tokens
     stack = list(find_blocks(model.vision_tower))
+    # leftovers: parameters that are used only after the selected layer, and so never
     in_blocks, leftovers = {p for block in stack for p in block.parameters()}, set(model.probe.leftovers)
     needed = [p for n, p in model.vision_tower.named_parameters() if p not in in_blocks and n not in leftovers]
     others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)  # patch embedding
@@ -140,7 +141,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
 def first_passed(model: Architecture, part: Part) -> int:
     """Return the index of the first block of a part through which the gradient passes; blocks before it only run
     forward. It is 0 if the whole part trains, or something before its blocks."""
-    trained = model.cfg.trained
+    trained = model.cfg.trained  # {part: slice of its blocks that train; None: the whole part}
     before = trained.keys() & ({Part.projector, Part.vision} if part is Part.language else set())
     if before or trained.get(part) is None:
         return 0

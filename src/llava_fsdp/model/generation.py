@@ -68,14 +68,15 @@ def write_tokens(
     forward pass is a collective, so that all ranks must take equally many tokens.
 
     Args:
-        model: a model in evaluation mode, without gradients, or what has the same arguments and results.
+        model: a model in evaluation mode, without gradients, or a callable with the same arguments and results.
         cache: key-value cache of earlier tokens, which is extended.
         generator: random generator on the model's device; None: torch's default generator.
     """
     ids, mask, images = prompt.ids, prompt.mask, prompt.images
     rows, length = ids.shape
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
-    last = torch.arange(1, rows + 1, device=ids.device) * length - 1  # index of each row's last token in all rows
+    # index of each row's last token in the flattened rows: there the logits are computed, as for labels in training
+    last = torch.arange(1, rows + 1, device=ids.device) * length - 1
     empty = ids.new_zeros(0)  # no dropout seeds
     for _ in range(sampling.max_new_tokens):
         cached = CachedRows(positions, mask, cache)
@@ -96,13 +97,20 @@ def write_answers(
     push: Push,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Generate the tokens that follow a batch of prompts, and push each, until `push` returns False or
-    `sampling.max_new_tokens` are generated. A whole model of transformers is run by its own class. `language` is the
-    configuration of the language model; the other arguments are those of `write_tokens`."""
+    """Generate the tokens that follow a batch of prompts. A whole model of transformers (`Whole`) is run by its own
+    class.
+
+    Args:
+        model: a model in evaluation mode, without gradients, or a callable with the same arguments and results.
+        language: configuration of the language model.
+        push: is called with the next token of all rows, int64 [rows], until it returns False or
+            `sampling.max_new_tokens` are generated.
+        generator: random generator on the model's device; None: torch's default generator.
+    """
     if isinstance(model, Whole):
         next_token = partial(choose, sampling=sampling, generator=generator)
         generation = Generation(prompt.mask, sampling.max_new_tokens, next_token, push)
-        empty = prompt.ids.new_zeros(0)
+        empty = prompt.ids.new_zeros(0)  # no dropout seeds and no labels
         model(prompt.ids, None, prompt.images, empty, empty, generation=generation)
         return
     for chosen in write_tokens(model, prompt, DynamicCache(config=language), sampling, generator):
@@ -151,7 +159,8 @@ def check_answers(model: Callable[..., torch.Tensor], language: PretrainedConfig
     """Check that a model can generate answers, by generating two tokens without an image. Collective.
 
     Args:
-        model: a model in evaluation mode, without gradients, or what has the same arguments and results.
+        model: a model in evaluation mode, without gradients, or a callable with the same arguments and results.
+        language: configuration of the language model.
         prompt: a prompt without an image, on the model's device.
 
     Raises:

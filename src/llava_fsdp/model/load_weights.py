@@ -112,6 +112,7 @@ def find_weights(
             continue  # `adapter_sources` adds the adapters' parameters
         shape = weight_shape(model, own_name)
         name = without_base(own_name)
+        # whether the parameter gets random values if no file has it
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
@@ -161,7 +162,8 @@ def buffer_names(model: nn.Module) -> set[str]:
 
 
 def stored_buffers(model: Architecture) -> dict[str, torch.Tensor]:
-    """Read the buffers that the files of a model have, on the CPU, by name. All others are computed.
+    """Read the buffers that the files of a model have, on the CPU, by name. All others are computed; so are all of a
+    small copy of a model (for tests of an export), which has no files.
 
     Args:
         model: the whole model, not a stage of it. Its values are not used.
@@ -234,8 +236,8 @@ def adapter_sources(
 
 
 def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find the parameters of the vision tower among the `tensors` of its folder, by their names there. The folder may
-    contain a whole CLIP, SigLIP or vision-language model."""
+    """Return where the parameters of the vision tower are, by llava_fsdp's names. `tensors` are those of its folder, by
+    their names there. The folder may contain a whole CLIP, SigLIP or vision-language model."""
     folder = parts.vision_folder
     config = read_config(folder, "model.vision")
     if not is_vision_language_model(config):
@@ -248,8 +250,9 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
 def language_model(
     tensors: Mapping[str, StoredTensor], config: PretrainedConfig, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find the parameters of the language model among the `tensors` of its folder, by their names there. The folder's
-    configuration may be that of a vision-language model."""
+    """Return where the parameters of the language model are, by llava_fsdp's names. `tensors` are those of its folder,
+    by their names there. The folder's configuration (`config`) may be that of a vision-language model. Log a warning if
+    the folder of a language model has tensors that are neither parameters nor buffers that are computed (COMPUTED)."""
     plan = plan_load(lambda: language_model_of(config), tensors, folder)
     unused = [] if is_vision_language_model(config) else [name for name in plan.unused if not COMPUTED.search(name)]
     if unused:
@@ -261,9 +264,9 @@ def language_model(
 
 
 def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find all parameters of a LLaVA model in its folder `parts.whole`. If that folder has no vision tower, its
-    parameters are found in `parts.vision_folder`. Raises ModelError if the folder has a tensor that is no parameter of
-    this model."""
+    """Return where all parameters of a LLaVA model are, by llava_fsdp's names: in its folder `parts.whole`. The vision
+    tower's are in `parts.vision_folder` if that folder has none. Raises ModelError if `parts.whole` has a tensor that
+    is no parameter of this model."""
     folder = parts.whole
     assert folder is not None
     tensors = open_tensors(folder)
@@ -275,8 +278,9 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 
 
 def class_weights(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find all parameters of a whole model of transformers in its folder. Names are those of its class. Raises
-    ModelError if a tensor of the folder has no place in the class, or another shape."""
+    """Return where all parameters and buffers of a whole model of transformers are in its folder, by the names that its
+    class in transformers gives them. Names that `model` lacks are left out. Raises ModelError if a tensor of the folder
+    has no place in the class, or another shape."""
     assert parts.whole is not None and parts.class_config is not None
     plan = plan_whole(parts.class_config, parts.whole)
     refuse_unused(plan.unused, parts.whole)
@@ -288,8 +292,9 @@ def class_weights(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find all parameters of a LLaVA model among the `tensors` of a folder of the original LLaVA, by their names there.
-    If they have no vision tower, it is read from `parts.vision_folder`, if that has weights."""
+    """Return where all parameters of a LLaVA model are, by llava_fsdp's names. `tensors` are those of a folder of the
+    original LLaVA, by their names there. If there is no vision tower among them, it is read from `parts.vision_folder`,
+    if that has weights."""
     stored: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
     language: dict[str, StoredTensor] = {}
@@ -342,8 +347,8 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
 
 
 def refuse_misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], folder: Path) -> None:
-    """Raise ModelError if parameters have another shape in a folder's files than in the model. `shapes`: both shapes of
-    these parameters, as `LoadPlan.misshapen` has them."""
+    """Raise ModelError if parameters have another shape in a folder's files than in the model. `shapes`: (shape in the
+    files, shape in the model) of these parameters, by name."""
     for name, (got, expected) in shapes.items():
         raise ModelError(
             f"{name} has shape {list(got)} in {folder}, and this model needs {list(expected)}; it is from another model"
@@ -507,7 +512,7 @@ def load_weights(
         check_values(name, sources[name], values, shard.tensors if layer is None else [])
         if layer is not None:
             values = layer.pack(values)[shard.begin : shard.end]
-        for tensor in shard.tensors:
+        for tensor in shard.tensors:  # such as the fp32 master weight and its copy in the compute dtype
             tensor.copy_(values)
 
 

@@ -83,7 +83,8 @@ class LogitChange:
         return output if self.cap is None else torch.tanh(output / self.cap) * self.cap
 
     def apply_in_place(self, output: torch.Tensor) -> None:
-        """Replace `output`, what the output layer returns, by the logits. The bits are those of `apply`."""
+        """Replace `output`, what the output layer returns, by the logits: it is multiplied by the factor, and then
+        capped by a tanh. The bits are those that `apply` returns."""
         if self.factor != 1.0:
             output.mul_(self.factor)
         if self.cap is not None:

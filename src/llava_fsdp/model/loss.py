@@ -169,7 +169,8 @@ def whole_loss(
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once:
-    `hidden` [labels, width], the output layer's `weight` [vocabulary, width]."""
+    `hidden` [labels, width], the output layer's `weight` [vocabulary, width]. `collector` gets the loss of each label.
+    `change` says how logits are made from the product of `hidden` and `weight`."""
     logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
     record_losses(collector, logs, labels.ids)
     return summed_losses(logs, labels)
@@ -207,9 +208,11 @@ def chunked_loss(
     """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output of the output
     layer is computed in the compute dtype and cast to float32. `hidden` is [labels, width]; `weight`, [vocabulary,
     width], is the output layer's or, with `part`, this rank's rows of it: then all ranks that divide the vocabulary
-    must call this with the same labels.
+    must call this with the same labels. `collector` gets the loss of each label. `change` says how logits are made from
+    the output of the output layer.
 
-    If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
+    If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss`, which computes the logits
+    of all labels at once, bit for bit.
     """
     settings = LogitSettings(chunk_tokens, part, change)
     if torch.is_grad_enabled():
@@ -287,7 +290,7 @@ class ChunkedLoss(torch.autograd.Function):
                 of_weight = add_product(of_weight, of_logits.t(), chunk)
             del of_logits  # freed before the gradient of the next chunk's logits is allocated
         if part is not None and of_hidden is not None and count:
-            of_hidden = part.total(of_hidden)
+            of_hidden = part.total(of_hidden)  # the sum over the ranks that divide the vocabulary
         ctx.gradients = of_hidden, of_weight
         ctx.dtype = weight.dtype
         return total
@@ -370,7 +373,8 @@ def loss_and_gradient_of_part(
     differentiate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the sum of the cross entropies of labels, float32 scalar, where ranks divide the vocabulary. If
-    `differentiate` is set, also return its gradient with respect to the logits; else None. Collective for these ranks.
+    `differentiate` is set, also return its gradient with respect to the logits; else None. Collective for these ranks:
+    `part.largest` and `part.total` return the maximum and the sum over them.
 
     `logits` are float32 [labels, this rank's part of the vocabulary] and are overwritten: the gradient takes their
     memory.
@@ -413,7 +417,7 @@ def label_losses(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, for a loss that is not their sum:
+    """Compute the cross entropy of each label, float32 [labels], a chunk at a time, for a loss of pairs of answers:
     `hidden` is [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again, because the
     factor of each label's gradient is known only then. `collector` gets nothing."""
     assert labels.weights is None, "a pair whose labels have weights is refused"

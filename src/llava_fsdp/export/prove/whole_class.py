@@ -97,6 +97,7 @@ def check_generates(model: Any, ids: torch.Tensor, inputs: Mapping[str, torch.Te
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, **inputs}
     with library_errors(f"{folder} was written, but transformers cannot generate with it"), torch.no_grad():
         generated = model.generate(**arguments, max_new_tokens=GENERATED_TOKENS)[0]
+        # then generate again with the first token of the answer as the token that ends one
         first = int(generated[-GENERATED_TOKENS])
         ends = {"eos_token_id": first, "pad_token_id": first}
         stopped = model.generate(**arguments, max_new_tokens=GENERATED_TOKENS, **ends)[0]

@@ -116,7 +116,8 @@ class AdapterWriter:
     ) -> None:
         """Write a LoRA adapter folder, which must be empty or absent before: the tensors, given by llava_fsdp's
         parameter names, their configuration, and `llava_fsdp.json` with the history. Only one tensor of the adapters is
-        in memory at a time.
+        in memory at a time. Tensors for which `is_apart` is true, such as the projector's, get files of their own
+        (`non_lora_trainables`).
 
         `history` is the id of the training, its stage and the step that produced the adapter.
         """
@@ -197,8 +198,8 @@ class AdapterWriter:
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
-        """Return about how many bytes a folder with these tensors takes. Those for `non_lora_trainables` are written
-        twice."""
+        """Return about how many bytes a folder with these tensors takes, each with ROOM for its entry in the file's
+        header. Tensors in the files `non_lora_trainables` (`is_apart`) are written twice."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if self.is_apart(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small_files.values())
@@ -236,8 +237,8 @@ def small_files(source: SourceModel | WholeSource, dtype: torch.dtype) -> dict[s
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
     """Return the names of the tensors to save in the LoRA adapter folder of a training: tensors that it trains, tensors
-    of the adapter from which it continues, and the projector if it is not part of the base model. `sources` tells from
-    where each parameter gets its first values."""
+    of the adapter from which it continues, and the projector if it is not part of the base model. `sources` has the
+    first values of each parameter: a StoredTensor is read from a file, and a Drawn is random."""
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
     def must_save(name: str, source: Stored) -> bool:

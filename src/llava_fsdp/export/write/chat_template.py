@@ -92,7 +92,8 @@ class GapRule:
 
     @property
     def jinja(self) -> str:
-        """Jinja code that outputs a space where this rule puts one before the text in the variable `stretch`."""
+        """Jinja code that outputs a space if this rule puts one before the text in the variable `stretch`: the rule
+        applies `everywhere`, and the text is not empty and does not begin with one of `but_before`."""
         if not self.everywhere:
             return ""
         unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
@@ -141,6 +142,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
     first question is left out, and the text of a system message replaces the template's system text.
     """
     pattern, checks = template.pattern, checks_of(video)
+    # a template that is image_only (of stage 1) trains no texts of questions, and no system text
     before, after = template.around_system
     system = quoted(template.system) if template.image_only else f"{quoted(before)} ~ said.text ~ {quoted(after)}"
     return "\n".join(
@@ -187,9 +189,10 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
 def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the language
     model's own chat template. Its code rewrites the messages as training does (an answer before the first question is
-    left out, for example), and then contains the own template, which gets thoughts, calls of tools and their results
+    left out, for example), and then contains the model's template. This gets thoughts, calls of tools and their results
     unchanged if it shows them. `start_end`: each image is between `<im_start>` and `<im_end>`. `gap` says whether a
     space follows a BOS token that a processor adds. With `video`, videos are accepted like images."""
+    # whether the model's template gets images as parts of messages, else as tags in the text
     takes_parts, extra = template.images is not None, read_beside_text(template)
     has_tools = "tool_calls" in extra
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
@@ -268,7 +271,8 @@ def bos_lines(gap: GapRule) -> tuple[str, ...]:
 
 def image_lines(template: ChatTemplate, start_end: bool) -> list[str]:
     """Return lines of Jinja code that output a conversation with the image token of the export in the place of the text
-    that the model's own template writes for an image. The template must get images as parts of messages."""
+    that the model's own template writes for an image. The template must get images as parts of messages. `start_end`:
+    each image is between `<im_start>` and `<im_end>`."""
     assert template.images is not None
     tags = (template.images.image, image_tag(template, start_end)), (template.images.video, VIDEO_TAG)
     code = "".join(f".replace({quoted(old)}, {quoted(new)})" for old, new in tags if old != new)
@@ -313,9 +317,9 @@ VIDEO_AS_IMAGE = "{%- set said.text = said.text.replace('<video>', '<image>') -%
 
 
 def parts_lines(video: bool) -> list[str]:
-    """Return lines of Jinja code that set the variable `said.parts` to the parts of a user's message. As in training, a
-    line break directly before or after an image tag is no text."""
-    tag = "<video>" if video else "<image>"  # no stretch between image tags has a second one
+    """Return lines of Jinja code that set the variable `said.parts` to the parts of a user's message: text, images and,
+    with `video`, videos. As in training, a line break directly before or after an image tag is left out."""
+    tag = "<video>" if video else "<image>"  # <image> splits nothing more, since it has split the text already
     return [
         "{%- set said.parts = [] -%}",
         "{%- if message['content'] is string -%}",
@@ -395,8 +399,9 @@ def checks_of(video: bool) -> tuple[str, ...]:
 
 def question_lines(template: Template | ChatTemplate, start_end: bool, results: bool = False) -> list[str]:
     """Return lines of Jinja code that rewrite a user's message, in the variable `said.text`, as training does: a single
-    `<image>` tag is moved to its front. `start_end`: each image is between `<im_start>` and `<im_end>`. `results`: the
-    message may be the result of a call, in which tags stay where they are."""
+    `<image>` tag is moved to its front; a template that is `image_only` (of stage 1) drops all text. `start_end`: each
+    image is between `<im_start>` and `<im_end>`. `results`: the message may be the result of a call of a tool, in which
+    tags stay where they are."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(template, start_end))
     if template.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
@@ -452,8 +457,9 @@ def render_messages(tokenizer: Any, messages: list[dict[str, Any]], add_generati
 
 
 def template_ids(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation, with limits as
-    `render_messages`."""
+    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation. The template is rendered in a
+    process with limits; TemplateRefused is raised if it fails or breaks one. `add_generation_prompt` adds the beginning
+    of an answer."""
     text = render_messages(tokenizer, messages, add_generation_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -494,8 +500,8 @@ def ids_of_training(
     encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None, video_id: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
-    last answer). With a language model's own template, those of the conversation are what the prompts of later answers
-    begin with: training tokenizes the answers that have labels by themselves.
+    last answer). With a language model's own template, the ids of the conversation are those that it has in the prompt
+    of a later answer. They may differ from those of training on it, which tokenizes each answer with labels separately.
 
     Args:
         texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.

@@ -21,8 +21,8 @@ HEAD = "lm_head.weight"
 
 def fields_of_folded_head(parts: Parts) -> dict[str, Any]:
     """Return values for the language model's configuration in an export whose output layer contains the factor by which
-    the language model multiplies its logits: no key changes logits, and the output layer has a weight of its own. Empty
-    if the language model does not change its logits."""
+    the language model multiplies its logits. They switch that factor off, and say that the output layer has a weight of
+    its own. Empty if the language model does not change its logits."""
     if parts.logit_change.changes_nothing:
         return {}
     return {**without_change(parts.language), "tie_word_embeddings": False}

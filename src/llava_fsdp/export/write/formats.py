@@ -215,7 +215,7 @@ def write_folder(
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         plan, rows = partial(plan_renamed, weights.shapes, rename), source.vocabulary
         write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
-    else:
+    else:  # the projector alone
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
     on_first_rank(lambda: write_notes(source, staged, notes), failing)
@@ -253,7 +253,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     exported embeddings must have: the trained ones, and further ones if the export adds tokens to the tokenizer."""
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
-    has_video = source.aspect is AspectRatio.anyres_max
+    has_video = source.aspect is AspectRatio.anyres_max  # the export is a LLaVA-OneVision, which takes videos
     ids, rows = write_tokenizer(
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end, has_video
     )
@@ -265,7 +265,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     write_generation(parts, staged, ends, ids.pad, rows)
     write_remarks(staged, remarks_on(tokens, stop))
     llava_folder = original_folder(parts)
-    if llava_folder is not None:
+    if llava_folder is not None:  # the original LLaVA's files, for a later export in its format
         (staged / KEPT).mkdir()
         copy_files(llava_folder, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
     return rows
@@ -288,7 +288,8 @@ def write_hf_config(
 
 
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
-    """Write the weights of a model folder for transformers. Collective; the first rank writes."""
+    """Write the weights of a model folder for transformers. Collective; the first rank writes. `rows`: number of rows
+    of the embeddings to write, which may be more than those that are trained."""
     plan = partial(plan_save, hf_config(source, weights.common_dtype, rows))
     weights = with_buffers(with_folded_head(weights, source.model), source.model)
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
@@ -317,7 +318,7 @@ def hf_config(
             **fields, image_grid_pinpoints=grids, vision_aspect_ratio=limit, architectures=[name]
         )
     fields["image_seq_length"] = model.image_tokens
-    if model.cfg.shuffle_factor > 1:
+    if model.cfg.shuffle_factor > 1:  # the projector joins squares of patches, as InternVL's does
         if model.cfg.select_layer == -1 and not parts.vision.use_mean_pooling:
             fields["vision_feature_layer"] = model.probe.layers  # InternVL applies the tower's last norm to -1
         return InternVLConfig(
@@ -416,7 +417,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
     if Part.vision.value in (text.partition(":")[0] for text in source.history.get("train", [])):
         # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
-    if source.image_tokens.needs_size(1):
+    if source.image_tokens.needs_size(1):  # images are cut into tiles
         config["image_grid_pinpoints"] = [list(size) for size in source.image_tokens.sizes]
     return {**config, "image_aspect_ratio": aspect_of_original(source), "torch_dtype": dtype_name(dtype)}
 

@@ -34,8 +34,8 @@ def find_ends(parts: Parts, template_name: str, folders: Iterable[Path] = ()) ->
     """Return what ends an answer: the ids of tokens, sorted, and a text if it may consist of several tokens, so that no
     token stands for it; None if the tokens are enough.
 
-    The tokens are those where `chat` stops. If the conversation template ends an answer with a text that is not a
-    special token, `chat` looks for this text; here, each token whose text contains it ends an answer. The
+    The tokens are those where the command `chat` stops. If the conversation template ends an answer with a text that is
+    not a special token, `chat` looks for this text; here, each token whose text contains it ends an answer. The
     `generation_config.json` in further `folders` of the model may name more tokens.
     """
     folder, language = parts.language_folder, parts.language

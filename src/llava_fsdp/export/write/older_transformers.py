@@ -48,13 +48,15 @@ def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
     `rope_theta` is a text (`NEEDS_5`), so that it fails."""
     rope: dict[str, Any] = fields.get("rope_parameters") or {}
     kind = fields.get("model_type")
-    if kind in SCALED:
+    if kind in SCALED:  # transformers 4 also multiplies image features by the factor for embeddings
         return {"rope_theta": NEEDS_5}
     by_layer = {layer: values for layer, values in rope.items() if isinstance(values, dict)}
     if not rope:
         return {}
     if not by_layer:
         return flat_rope(rope, fields)
+    # transformers 4 knows other rotary embeddings for layers with sliding windows only in the types of NESTED, and
+    # there without scaling
     full, sliding = (by_layer.get(layer) for layer in LAYERS)
     if kind not in NESTED or full is None or sliding is None or set(by_layer) != set(LAYERS):
         return {"rope_theta": NEEDS_5}
@@ -68,8 +70,11 @@ def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields, in the form of transformers 4, for rotary embeddings that are equal in all layers. `rope` is
-    the field `rope_parameters` of `fields`. `rope_theta` is `NEEDS_5` if transformers 4 would compute something else.
-    """
+    the field `rope_parameters` of `fields`. `rope_theta` is the text `NEEDS_5`, with which transformers 4 fails, if it
+    would compute something else.
+
+    Model types in PARTIAL have another name for `partial_rotary_factor` in transformers 4. Those in STRICT call the
+    kind of scaling `type` there, and accept no further keys."""
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     flat: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:

@@ -90,7 +90,7 @@ def write_tokenizer(
     """
     vocab_size = language.vocab_size
     if lacks_tokenizer(folder, staged):
-        made = TokenIds(vocab_size, vocab_size + 1, vocab_size + 2 if video else None)
+        made = TokenIds(vocab_size, vocab_size + 1, vocab_size + 2 if video else None)  # image, padding, video
         return made, rows_for(made, vocab_size)
     ours = open_tokenizer(folder, vocab_size)  # before transformers opens it, whose errors are less clear
     with library_errors(f"{folder}: transformers cannot read its tokenizer"):

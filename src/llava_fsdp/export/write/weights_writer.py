@@ -89,7 +89,8 @@ def write_shards(
         trained: number of rows of these parameters that are trained.
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
     """
-    held: dict[str, torch.Tensor] = {}  # the parameters of one group, gathered on rank 0
+    # the parameters of one group, gathered on rank 0; a group is all tensors that are made of the same parameters
+    held: dict[str, torch.Tensor] = {}
 
     def convert(group: TensorGroup) -> dict[str, torch.Tensor]:
         """Return the tensors of a group as they are written, by name, made of the parameters in `held`."""
@@ -157,8 +158,9 @@ class TensorGroup:
 
 
 def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[TensorGroup]]:
-    """Decide which tensors are written into which file, and return the groups of each. A file has groups of at most 5
-    GB together, or one group."""
+    """Decide which tensors (`outputs`, by name) are written into which file, and return the groups of each file.
+    Tensors that are made of the same parameters form a group, which is written into one file. A file has groups of at
+    most 5 GB together, or one group."""
     groups: dict[str, TensorGroup] = {}  # by each of its parameters
     for name, output in outputs.items():
         dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])

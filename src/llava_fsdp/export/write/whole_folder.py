@@ -169,7 +169,7 @@ def check_plan(source: WholeSource) -> None:
 
 def plan_folder(source: WholeSource, weights: Weights) -> tuple[LoadPlan, Weights]:
     """Return where in the files of the model's folder the weights of transformers' class are, and `weights` together
-    with those tensors that only these files have (see `with_folders_own`)."""
+    with those tensors that only these files have, such as buffers."""
     config, folder = source.config, source.folder
     loaded = plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
     return loaded, with_folders_own(weights, loaded, folder)
@@ -192,6 +192,7 @@ def plan_complete(loaded: LoadPlan, weights: Weights, read: ReadPart) -> dict[st
     """Return the tensors that transformers' class saves, by their names in the files; their values are read later with
     `read`. Raises ModelError if one of the `weights` is in no tensor. `loaded` says where the model was loaded from."""
     planned = plan_save_again(loaded, read)
+    # `weights` lacks the buffers that the class computes itself
     planned = {name: tensor for name, tensor in planned.items() if weights.shapes.keys() >= {*tensor.sources}}
     lost = weights.shapes.keys() - {name for tensor in planned.values() for name in tensor.sources}
     if lost:
@@ -230,8 +231,9 @@ def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def write_config(source: WholeSource, dtype: torch.dtype | None, staged: Path) -> None:
-    """Write `config.json`: the folder's own, bit for bit, unless it says another dtype than that of the weights, or
-    that two different weights are one. `dtype`: that of all weights; None: they have several, as they had before."""
+    """Write `config.json`: that of the model's folder, bit for bit, unless it names another dtype than that of the
+    weights, or ties embeddings and output layer although they have different weights. `dtype`: that of all weights;
+    None: they have several, as they had before training."""
     file = source.folder / "config.json"
     raw = read_json(file, str(file))
     fields = raw if dtype is None else with_dtype(raw, dtype_name(dtype))

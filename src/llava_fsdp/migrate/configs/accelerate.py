@@ -30,7 +30,8 @@ CHOOSE = unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here")
 
 
 def distributed_type(context: RuleContext, value: object) -> Translation:
-    """Return what Accelerate's `distributed_type` becomes in llava_fsdp."""
+    """Return what Accelerate's `distributed_type` becomes in llava_fsdp: every type for CUDA or the CPU becomes a
+    sharding strategy, which is decided already (`context.tell` returns it as `sharding=VALUE`)."""
     if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
         return mapped(context.tell("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
@@ -127,7 +128,7 @@ ACCELERATE: Mapping[str, Rule] = {
 
 def rule_of(key: str) -> Rule | None:
     """Return the rule for a key of Accelerate's file, or for a flag of its launcher; None if it is unknown. A key may
-    be inside one of the file's blocks."""
+    be inside one of the file's blocks. An entry `X*` of the table ACCELERATE is for all keys that begin with X."""
     name = key
     for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name

@@ -92,8 +92,10 @@ class Switched:
     flag: str = "enabled"
 
     def __call__(self, context: RuleContext, value: object) -> Translation:
-        """Return what a key becomes in llava_fsdp: it is off as long as no key `flag` in the same object of the file
-        switches the feature on, else not supported. The key's own value does not matter."""
+        """Return what a key becomes in llava_fsdp, if its object in the file (such as `autotuning`) is for a feature
+        that llava_fsdp does not have. The key is not supported if a key `self.flag` switches the feature on: by true,
+        or by a size other than 0 and 1, in this object or one inside it. Else the feature is off, as it also is if the
+        object's own `self.flag` is false. `value` does not matter."""
         block = context.key.partition(".")[0]
         assert context.run.deepspeed is not None
         values = context.run.deepspeed.values
@@ -113,7 +115,8 @@ def train_batch_size(context: RuleContext, value: object) -> Translation:
 
 
 def optimizer_type(context: RuleContext, value: object) -> Translation:
-    """Return what DeepSpeed's `optimizer.type` becomes in llava_fsdp, which only has AdamW."""
+    """Return what DeepSpeed's `optimizer.type` becomes in llava_fsdp, which only has AdamW. The projector gets the
+    learning rate of all parameters (`optim.projector_lr=null`), because DeepSpeed has one group of parameters."""
     if str(value).lower() not in DS_ADAM:
         return unsupported(f"AdamW is the optimizer, and replaces it: {value} has no equivalent here")
     return mapped(
@@ -154,6 +157,7 @@ def half_enabled(context: RuleContext, value: object) -> Translation:
     theirs = context.run.is_half(name)
     is_on = theirs if value == AUTO else plain(value) is True
     found = compare_with_flag(value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
+    # a switch that is off needs no override
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 
@@ -169,7 +173,8 @@ def bf16_master_weights(context: RuleContext, value: object) -> Translation:
 
 
 def fp16_detail(context: RuleContext, value: object) -> Translation:
-    """Return what a key of DeepSpeed's block `fp16` other than `enabled` (such as `loss_scale`) becomes here."""
+    """Return what a key of DeepSpeed's block `fp16` other than `enabled` (such as `loss_scale`) becomes in llava_fsdp,
+    which has the same default values (LOSS_SCALE). Other values are not supported."""
     if context.decided.get("precision") != "fp16":
         return no_effect("fp16 is off")
     if plain(value) == LOSS_SCALE.get(context.key.partition(".")[2], False):

@@ -31,7 +31,8 @@ VIDEO = no_effect("only for videos")
 
 def half(context: RuleContext, value: object) -> Translation:
     """Return what LLaMA-Factory's `bf16` or `fp16` becomes in llava_fsdp. Without both, LLaMA-Factory takes the dtype
-    of the checkpoint (model/patcher.py), which is not known here."""
+    of the checkpoint (model/patcher.py), which is not known here: this is reported once, for the key `bf16`. In all
+    other cases `rules.half`, the rule for transformers' flags --bf16 and --fp16, translates the value."""
     run = context.run
     if not any(map(run.trainer_value, ("bf16", "fp16", "pure_bf16"))) and context.key == "bf16":
         return unsupported(

@@ -27,7 +27,7 @@ def model_name(context: RuleContext, value: object) -> Translation:
 def data_path(context: RuleContext, value: object) -> Translation:
     """Return what --data_path (a file, or several that a pattern or LLaVA-NeXT's YAML file lists) becomes in
     llava_fsdp."""
-    files = context.run.data_files
+    files = context.run.data_files  # a text says why the files are not known
     if isinstance(files, str):
         return unsupported(files)
     listed = f"{context.run.datasets.name} lists {len(files)} files: " if context.run.datasets else ""
@@ -201,6 +201,7 @@ def torch_compile(context: RuleContext, value: object) -> Translation:
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:
             return implied("off; compile=auto compiles blocks on CUDA all the same")
+        # the command has --torch_compile False
         return no_effect(f"a backend or a mode switches it on: {text}") if context.decided["compile"] else mapped(text)
     if value is True or value in ("inductor", "default"):
         return mapped(f"{text}: blocks of layers, one at a time, with inductor")

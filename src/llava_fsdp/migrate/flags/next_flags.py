@@ -56,10 +56,11 @@ def patch_merge(context: RuleContext, value: object) -> Translation:
 
 def grid(context: RuleContext, value: object) -> Translation:
     """Return what --image_grid_pinpoints (the sizes to which images of several tiles are resized) becomes in
-    llava_fsdp."""
+    llava_fsdp. The command has an override of `model.patch_merge` (in `context.decided`) only if images are cut into
+    tiles."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
-    found = grid_of(context.run)
+    found = grid_of(context.run)  # None: llava_fsdp's default; a text: why the sizes are not known
     if isinstance(found, str):
         return unsupported(found)
     return (
@@ -90,14 +91,16 @@ def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
 
 
 def vision_lr(context: RuleContext, value: object) -> Translation:
-    """Return what --mm_vision_tower_lr, the learning rate of the vision tower, becomes in llava_fsdp."""
+    """Return what --mm_vision_tower_lr, the learning rate of the vision tower, becomes in llava_fsdp: the override
+    `optim.vision_lr`, if the command has it."""
     if value is None:
         return implied("the rate of all other parts")
     return IfDecided("optim.vision_lr", no_effect("the vision tower is not trained"))(context, value)
 
 
 def prompt(context: RuleContext, value: object) -> Translation:
-    """Return what --version (the template of the conversations), with LLaVA-NeXT's values, becomes in llava_fsdp."""
+    """Return what LLaVA-NeXT's --version (the template of the conversations) becomes in llava_fsdp. Values that LLaVA
+    knows too are translated by the rule for LLaVA's flag."""
     if value in ("qwen_1_5", "qwen_2"):
         return mapped(f"{context.tell('data.template')}: the prompts that Qwen's own chat template makes")
     return rules.version(context, value)

@@ -41,7 +41,8 @@ def truncation(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
-    """Return what ms-swift's --fsdp, of whose values only `fsdp2` is known here, becomes in llava_fsdp."""
+    """Return what ms-swift's --fsdp becomes in llava_fsdp. Only its value `fsdp2` is known here, which also switches
+    activation checkpointing on."""
     if not value:
         return OFF
     if value == "fsdp2":

@@ -94,7 +94,8 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 def lacking(run: SourceRun, decided: Mapping[str, object]) -> list[str]:
     """Return a message for every configuration key that the command needs, but that neither the original training nor a
-    default sets. `decided` has the overrides of the command."""
+    default sets. `decided` has the overrides of the command. `run.trainer` is ms-swift, LLaMA-Factory or TRL; a program
+    that is neither one of these nor LLaVA's must set a flag for each key in NEEDED."""
     if run.trainer:
         given = any(run.given(flag) for flag in ("dataset", "dataset_name", "datasets"))
         found = [] if "model.checkpoint" in decided else ["model.checkpoint: the checkpoint is not named"]

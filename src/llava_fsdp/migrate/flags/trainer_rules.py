@@ -96,7 +96,7 @@ def targets(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag with the names of the layers that get LoRA adapters becomes in llava_fsdp. `all` and
     `all-linear` stand for every linear layer."""
     if not context.run.is_lora:
-        return ADAPTERS
+        return ADAPTERS  # no effect without adapters
     words = {name.strip() for word in context.run.words(context.key) for name in word.replace(",", " ").split()}
     text = f"{context.tell('model.train')}: adapters are in every linear layer of these parts' blocks"
     if context.run.trainer is Trainer.trl:
@@ -163,7 +163,8 @@ def epochs(context: RuleContext, value: object) -> Translation:
 
 
 def max_length(note: str) -> Rule:
-    """Return a rule for the flag of the longest sample; `note` says what the original does with a longer one."""
+    """Return a rule for the flag of the longest sample: it becomes the override `data.max_length` if the command has
+    it, else the original's longest sample is not set. `note` says what the original does with a longer one."""
     return IfDecided(
         "data.max_length",
         implied("the longest sample is not set: a sample above data.max_length ends the run before its first step"),

@@ -26,6 +26,7 @@ def read_flags(launch: TrainingCommand, table: Mapping[str, Flag]) -> tuple[dict
     current: str | None = None
     for word in launch.arguments:
         if not word.startswith("--") or len(word) == 2:
+            # LISTS: flags that take several values
             if current is None or (current in table and current not in LISTS and flags[current] is not True):
                 flags[f"({word})"] = word  # belongs to no flag; reported as an unknown key
             elif flags[current] is True:

@@ -59,7 +59,7 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
         if path in used:
             continue
         trainer = trainer_of_config(yamls[path].values) if path in yamls else None
-        if trainer is None and path.name != DATASET_INFO:
+        if trainer is None and path.name != DATASET_INFO:  # LLaMA-Factory's list of datasets may be left unused
             raise ConfigError(
                 f"{path} is not used by a training command; give the script that starts the training as another PATH "
                 "(docs/from_deepspeed.md and docs/from_accelerate.md have every key)"
@@ -107,6 +107,7 @@ def read_run(
     run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
     missing: list[str] = []
     accelerate_file = deepspeed_file = datasets_file = None
+    # files with the flags of a trainer such as ms-swift are for other commands
     yamls = {path: found for path, found in yamls.items() if trainer_of_config(found.values) is None}
     dataset_yamls = {path: found for path, found in yamls.items() if "datasets" in found.values}
     yamls = {path: found for path, found in yamls.items() if path not in dataset_yamls}

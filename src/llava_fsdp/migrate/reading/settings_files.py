@@ -101,8 +101,9 @@ def read_yaml(path: Path) -> Settings:
 
 
 def settings_of(path: Path, content: Mapping) -> Settings:
-    """Return the content of a JSON or YAML file as settings. Raise ConfigError if `flat` refuses it, or if it cannot be
-    written as JSON: YAML anchors can make a value that contains itself."""
+    """Return the content of a JSON or YAML file as settings, whose keys are nested names joined with dots. Raise
+    ConfigError if two of these keys are equal, or if the content cannot be written as JSON: YAML anchors can make a
+    value that contains itself."""
     try:
         values = flat(content)
         json.dumps(list(values.values()), default=str, skipkeys=True)  # only to raise these errors: no result is needed

@@ -48,6 +48,7 @@ def read_trainer_run(
     if launch.script == "trl sft":
         launch = pass_on(launch, flags)
     run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
+    # LLaMA-Factory looks its datasets up in dataset_info.json
     infos = {path: found for path, found in jsons.items() if path.name == DATASET_INFO}
     if launch.trainer is Trainer.factory and run.words("dataset"):
         info = choose(str(Path(str(run.trainer_value("dataset_dir"))) / DATASET_INFO), script, infos, [])
@@ -57,6 +58,7 @@ def read_trainer_run(
         others = {path: found for path, found in yamls.items() if path not in configs}
         run, file = with_accelerate(run, script, others, missing)
         used.append(file)
+    # the remaining JSON files may be DeepSpeed's
     zeros = {path: found for path, found in jsons.items() if path not in infos and path != config}
     run, file = with_deepspeed(run, script, zeros, missing)
     if run.gpus is None:
@@ -130,6 +132,7 @@ def with_config(
             variables[variable] = str(value)
         elif value is not None and value != []:
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    # LAUNCH_VARIABLES stand for torchrun's flags; PROGRAM_VARIABLES, such as MAX_PIXELS, are settings of the program
     flags = launch.flags | {key.lower(): value for key, value in variables.items() if key in LAUNCH_VARIABLES}
     flags |= {key: value for key, value in variables.items() if key in PROGRAM_VARIABLES}
     devices = launch.devices or variables.get("CUDA_VISIBLE_DEVICES")

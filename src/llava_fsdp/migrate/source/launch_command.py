@@ -60,6 +60,7 @@ class TrainingCommand:
 def find_launch(command: ShellCommand) -> TrainingCommand | None:
     """Return a shell command as a training command; None if it starts no training."""
     words = command.words
+    # a command such as `echo` or `pip install` only mentions a training program
     if words[0] in MENTIONS or "install" in words:
         return None
     for index, word in enumerate(words):
@@ -83,8 +84,8 @@ def find_launch(command: ShellCommand) -> TrainingCommand | None:
 
 def own_entry(command: ShellCommand, name: str, index: int) -> TrainingCommand:
     """Return the training that a trainer's own command starts, such as `swift sft` at `index` of the command's words;
-    `name` is the first of the two words. TRL's starts `accelerate launch`; the others take torchrun's flags from
-    environment variables."""
+    `name` is the first of the two words. TRL's command starts `accelerate launch`; the others take torchrun's flags
+    (LAUNCH_VARIABLES) and further settings (PROGRAM_VARIABLES) from environment variables."""
     words = command.words
     launcher = {"trl": "accelerate", "lmf": "llamafactory-cli"}.get(name, name)
     environment = dict(command.environment)
@@ -115,8 +116,9 @@ def devices_and_notes(environment: dict[str, str]) -> tuple[str | None, tuple[st
 
 
 def split_launch(command: ShellCommand, launcher: str, words: list[str]) -> TrainingCommand | None:
-    """Split `words` into the launcher's flags, the training program (the first word that is neither a flag nor a flag's
-    value), and the program's arguments. Return None if there is no program."""
+    """Return the training that a launcher starts; None if there is no program. `words` follow the launcher's name: its
+    flags, of which those in SWITCHES take no value, the program (the first word that is neither a flag nor a flag's
+    value), and the program's arguments."""
     flags: dict[str, str | bool] = {}
     notes = []
     index = 0

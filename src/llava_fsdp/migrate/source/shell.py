@@ -124,6 +124,7 @@ def expand_variables(line: str, variables: Mapping[str, str], problems: list[str
         if first == '"':
             return '"' + IN_STRING.sub(in_string, found[0][1:-1]) + '"'
         if first in "$`":
+            # bash splits the value of a variable without quotes into words, but not in an assignment
             assigning = ASSIGNING.fullmatch(line[: found.start()])
             return value(found, shlex.quote if assigning else lambda text: shlex.join(text.split()))
         return {"#": "", "~": shlex.quote(str(Path.home()))}.get(first, "" if found[0] == "\\\n" else found[0])

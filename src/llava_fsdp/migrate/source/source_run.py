@@ -97,7 +97,8 @@ class SourceRun:
         return self.launch.trainer
 
     def given(self, name: str) -> str | None:
-        """Return how the command spells a flag, by its own name or an alias; None if it does not set it."""
+        """Return the name by which the command sets a flag: its own name, an older one that a trainer also accepts
+        (OLD_NAMES), or one that programs other than LLaVA's use (ALIASES). None if the command does not set it."""
         others = OLD_NAMES if self.trainer else {} if self.launch.is_original else ALIASES
         names = (name, *others.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
@@ -117,7 +118,8 @@ class SourceRun:
 
     def is_half(self, flag: str) -> bool:
         """Whether the dtype `flag` (`bf16` or `fp16`) is on. Where neither is given, TRL takes bf16, and ms-swift
-        chooses by --torch_dtype (its model_args.py) or by the checkpoint's dtype, for which bf16 is taken here."""
+        chooses by --torch_dtype (its model_args.py): fp16 for float16 and float32. Without that flag it chooses by the
+        checkpoint's dtype, for which bf16 is taken here."""
         if self.given("bf16") or self.given("fp16") or self.trainer not in (Trainer.swift, Trainer.trl):
             value = self.trainer_value(flag)
             return not self.trainer_value("fp16") if value is None and self.trainer is Trainer.trl else bool(value)
@@ -212,7 +214,7 @@ class SourceRun:
 
     @property
     def tensor(self) -> int:
-        """Number of GPUs among which DeepSpeed divides each layer (AutoTP); 1: none."""
+        """Number of GPUs among which DeepSpeed divides each layer (AutoTP); 1 if it does not divide them."""
         nested, plain_key = (
             self.ranks_for_one_sample(key, self.gpus or 1) for key in ("tensor_parallel.autotp_size", "autotp_size")
         )

@@ -92,7 +92,9 @@ class RuleContext:
     """Keys of the overrides that a rule has mentioned in its text; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """Return `key=value` with the value that the migrated training has, and add the key to `mentioned`."""
+        """Return the override of a key as text, and add the key to `mentioned`: `key=value` with the value that the
+        migrated training has (`decided`). A remark follows if the printed command leaves the override out, because it
+        repeats the stage's value (`omitted`). The text is another one if the training has no override of the key."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"

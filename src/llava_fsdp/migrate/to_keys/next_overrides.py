@@ -55,6 +55,7 @@ def grid_of(run: SourceRun) -> list[list[int]] | str | None:
     side = re.search(r"(?<!\d)(224|336|384|448|512)(?!\d)", PurePosixPath(name).name)
     if side is None:
         return f"the size of a tile of {name or 'this vision tower'} is not known: give data.grid_pinpoints in pixels"
+    # a range counts tiles: all sizes from the first to the last one
     (left, top), (right, bottom) = sizes[0], sizes[-1]
     tile = int(side[1])
     return [[x * tile, y * tile] for x in range(left, right + 1) for y in range(top, bottom + 1)]

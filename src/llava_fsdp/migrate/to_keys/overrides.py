@@ -56,6 +56,7 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 def decide(run: SourceRun) -> Overrides:
     """Return all Hydra overrides with which llava_fsdp does the training `run`: value by configuration key. They
     include those that only repeat defaults; `command.drop_defaults` removes these."""
+    # those that are decided by the rules of ms-swift, LLaMA-Factory or TRL; they replace the others
     own_overrides = trainer_overrides(run) if run.trainer else {}
     overrides = dict(own_overrides) or (model(run) | data(run) if run.launch.is_original else other_program(run))
     overrides |= (
@@ -187,6 +188,7 @@ def writing(run: SourceRun) -> Overrides:
     and timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed")}
     timeout = run.trainer_value("ddp_timeout")
+    # ms-swift, LLaMA-Factory and TRL may set years, which stand for no limit
     if not run.trainer or (isinstance(timeout, int) and run.given("ddp_timeout") and timeout <= LONGEST_TIMEOUT):
         found["comm.timeout"] = timeout
     if run.trainer_value("output_dir"):
@@ -232,8 +234,8 @@ def compiling(run: SourceRun) -> Overrides:
 
 
 def sharding(run: SourceRun) -> Overrides:
-    """Return the override for the sharding strategy, such as {"sharding": "zero3"}; empty if the original's is not
-    known, or has no equivalent."""
+    """Return the override for the sharding strategy, such as {"sharding": "zero3"}; empty if the original's has no
+    equivalent, or is not known because its DeepSpeed file was not found (`lacks_deepspeed`)."""
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -285,6 +287,7 @@ def fsdp_strategy(run: SourceRun) -> str | None:
         reshard = plain(run.accelerate_value("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
             return "zero3" if reshard else "zero2"
+        # with the first version of FSDP, Accelerate also accepts a strategy's name under the newer key
         named = reshard or run.accelerate_value("fsdp_sharding_strategy") or "FULL_SHARD"
         return FSDP_STRATEGIES.get(str(named).upper())
     return next((FSDP_STRATEGIES[word] for word in fsdp_words(run) if word in FSDP_STRATEGIES), None)
@@ -319,7 +322,7 @@ def optimizer(run: SourceRun) -> Overrides:
     betas = run.ds_or_default("optimizer.params.betas") if run.has_ds_optimizer else AUTO
     pair = [plain(b) for b in betas] if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
     for beta, flag in zip(pair, ("adam_beta1", "adam_beta2"), strict=True):
-        found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta
+        found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta  # optim.beta1, optim.beta2
     if run.has_ds_warmup:
         found["optim.lr"] = from_deepspeed_or_flag(run, "scheduler.params.warmup_max_lr", "learning_rate")
     # learning rates by part are LLaVA's own; an optimizer that DeepSpeed makes, or its schedule, has one for all parts
@@ -356,7 +359,7 @@ def schedule(run: SourceRun) -> Overrides:
         found: Overrides = {"optim.schedule": named} if named else {}
         steps = run.ds_or_default("scheduler.params.warmup_num_steps")
         if steps != AUTO:
-            steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps
+            steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps  # as DeepSpeed does
             return found | ({"optim.warmup_steps": steps} if named else {})
         return found | warmup(run)
     name = str(run.trainer_value("lr_scheduler_type"))

@@ -34,8 +34,8 @@ LONGEST_TIMEOUT = 86400
 
 
 def trainer_overrides(run: SourceRun) -> dict[str, object]:
-    """Return the overrides that are decided in a way of their own for a run of ms-swift, LLaMA-Factory or TRL.
-    `overrides.decide` prefers them to the values that it takes from flags of transformers."""
+    """Return those overrides for a run of ms-swift, LLaMA-Factory or TRL that do not follow from flags of transformers'
+    Trainer. They replace overrides of the same keys that follow from such flags."""
     name = run.trainer_value("model" if run.trainer is Trainer.swift else "model_name_or_path")
     found: dict[str, object] = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -60,7 +60,7 @@ def trained_parts(run: SourceRun) -> list[str]:
     """Return the value of `model.train`. With LoRA the projector is not one of the parts: ms-swift puts adapters into
     it, and llava_fsdp can only train it as a whole. TRL's adapters outside of the language model are left out."""
     assert run.trainer
-    freezes = FREEZES.get(run.trainer)
+    freezes = FREEZES.get(run.trainer)  # {part: flag that freezes it}; TRL has no such flags
     if freezes is None:
         return ["language"] if run.is_lora else ["projector", "language", "vision"]
     parts = [part for part, flag in freezes.items() if not run.trainer_value(flag)]
@@ -143,10 +143,10 @@ def validation(run: SourceRun) -> dict[str, object]:
     held = records_of(run, is_held_out=True)
     strategy = run.trainer_value("eval_strategy")
     steps = run.trainer_value("eval_steps") if run.given("eval_steps") else None
-    if run.trainer is Trainer.swift:  # its sft_args.py: as checkpoints, where it is not given
+    if run.trainer is Trainer.swift:  # its sft_args.py: by default, it validates when it writes checkpoints
         strategy = run.trainer_value("save_strategy") if strategy is None else strategy
         steps = run.trainer_value("save_steps") if steps is None else steps
-    elif steps is None:  # transformers: as lines of the log
+    elif steps is None:  # transformers: by default, it validates as often as it logs
         steps = run.trainer_value("logging_steps")
     if held.problem or not held.paths or strategy != "steps" or not isinstance(steps, float) or steps < 1:
         return {}

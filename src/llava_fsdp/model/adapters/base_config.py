@@ -59,7 +59,8 @@ def base_config(parts: Parts) -> dict[str, Any]:
 
 
 def of_part(config: PretrainedConfig) -> dict[str, Any]:
-    """Return those values of the configuration of one part of a model that change what the part computes, by key."""
+    """Return those values of the configuration of one part of a model that change what the part computes, by key. The
+    number of positions is one of them only with types of rotary embedding that use it (STRETCHED)."""
     values = {key: value for key, value in config.to_dict().items() if has_effect(key)}
     if not STRETCHED & rope_types(values):
         values.pop("max_position_embeddings", None)
@@ -96,6 +97,7 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
     with library_errors(f"{folder / NOTES} is not what was written"):
         differing = differences(read_notes(folder).get(BASE_CONFIG, {}), base_config(parts))
     if differing:
+        # a difference of the model's type is reported before any other
         name, (then, now) = min(differing.items(), key=lambda item: (not item[0].endswith(".model_type"), item[0]))
         if name.startswith("vision.") and parts.whole is None:
             base, key = str(parts.vision_folder), "vision=PATH" if key == BASE_OPTION else "model.vision"

@@ -161,6 +161,7 @@ def check_gradients(model: Tower) -> None:
     with torch.enable_grad(), torch.device("meta"), NothingPacked(), as_adapter_errors(type(language).__name__):
         embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
         weights = in_bf16(language)
+        # a row that is packed with one sample of two tokens; rows are only packed with an attention kernel
         segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)
         arguments = attention_arguments(embeds, segments if model.kernel is not None else None, model.attention)
         arguments_of_language = {"inputs_embeds": embeds, "use_cache": False, **arguments}

@@ -105,6 +105,7 @@ def open_adapter(folder: Path, is_of_class: bool = False) -> AdapterFolder:
     if file is None:
         raise ModelError(f"{folder} has an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}; copy it there")
     tensors = dict(open_file(file))
+    # weights that were trained with the adapter, such as the projector's (non_lora_trainables)
     others = next((folder / n for n in OTHERS_FILES if (folder / n).is_file()), None)
     tensors |= open_file(others) if others is not None else {}
     rename = in_class if is_of_class else ours_in_adapter
@@ -129,8 +130,9 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError unless an adapter_config.json describes plain LoRA with one rank and one scale for all
-    modules."""
+    """Raise ModelError unless an adapter_config.json (`settings`) describes plain LoRA with one rank and one scale for
+    all modules. OTHER_MEANINGS are its keys for other features, and OTHER_BASES are initializations that change the
+    base model's weights, too."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")

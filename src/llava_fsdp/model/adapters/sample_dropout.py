@@ -49,6 +49,7 @@ class TokenKeys:
             segments: sample boundaries of a packed row (`Segments`); None: every row is one sample.
             vision_tokens: number of tokens that a tile has in the vision tower.
         """
+        # positions in the samples, int64 [rows, length] or broadcast to it
         positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments[0]
         self.language = hash_pairs(seeds, positions)
         if not len(tile_seeds):

@@ -64,6 +64,7 @@ class Llava(Architecture):
 
         Args:
             kernel: attention of packed rows; None: rows are padded.
+            label_loss: function that computes the loss of labels from the hidden states and the output layer's weight.
             projector: used instead of the projector that `cfg` describes.
         """
         super().__init__()
@@ -91,7 +92,7 @@ class Llava(Architecture):
         """Which of the vision tower's layers, tokens and parameters are used."""
         self.unused = frozenset(f"vision_tower.{name}" for name in self.probe.leftovers)
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
-        self.is_first = self.is_last = True
+        self.is_first = self.is_last = True  # whether this is the first and the last pipeline stage
         self.token_keys = TokenKeys()
         """Hashes of the current micro-batch's tokens, from which the dropout masks of all layers are computed."""
         self.adapted: list[str] = []
@@ -196,7 +197,7 @@ class Llava(Architecture):
     def blocks(self) -> list[nn.ModuleList]:
         """Return the lists of transformer blocks of the language model and, if it trains, of the vision tower."""
         stacks = [find_blocks(self.language_model)]
-        if Part.vision in self.cfg.trained and self.vision_tower is not None:
+        if Part.vision in self.cfg.trained and self.vision_tower is not None:  # only the first pipeline stage has it
             stacks.append(find_blocks(self.vision_tower))
         return stacks
 
@@ -318,6 +319,7 @@ def build_llava(
             quantization, or has no experts to balance (`model.balance_loss`); or `loss.kernel` is not supported.
         ModelError: transformers cannot build the language model or the vision tower, or one of them is not supported.
     """
+    # the language model must keep the samples of a packed row apart: by its configuration here, and when it runs below
     if kernel is not None:
         register_attention()
         refuse_packing(other_attention(parts.language))

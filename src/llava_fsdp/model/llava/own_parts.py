@@ -79,7 +79,8 @@ def make_projector(make: ProjectorFactory, features: int, hidden: int, factor: i
         factor: factor of the pixel shuffle.
 
     Raises:
-        ConfigError: it is no module, has buffers, which would have no values, or gives another shape.
+        ConfigError: `make` returns no module, or one with buffers, which would have no values, or one whose output has
+            another shape.
     """
     name = getattr(make, "__name__", type(make).__name__)
     with torch.device("meta"):
@@ -89,7 +90,7 @@ def make_projector(make: ProjectorFactory, features: int, hidden: int, factor: i
         buffers = [own for own, _ in projector.named_buffers()]
         if buffers:
             raise ConfigError(f"the program's projector {name} has the buffer {buffers[0]}; make it a parameter")
-        count = 4 * factor**2
+        count = 4 * factor**2  # features of a tile, of which the pixel shuffle leaves 2 x 2
         shape = tuple(projector(torch.empty(2, count, features)).shape)
     if shape != (2, 4, hidden):
         raise ConfigError(
