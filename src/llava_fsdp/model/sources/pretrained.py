@@ -72,10 +72,11 @@ class UnfinishedRun(NoProjector):
 
 def find_parts(cfg: ModelConfig) -> Parts:
     """Find the folders of the language model and the vision tower that the configuration names, and read their
-    configurations. Models on the hub are downloaded.
+    configurations. Models on the hub are downloaded. `cfg.checkpoint` is a whole model: of the original LLaVA, of
+    transformers' LLaVA classes, or of another class of transformers. Without it, the two come from a folder each.
 
     Raises:
-        ConfigError: a name is neither a folder nor a hub name.
+        ConfigError: a name is neither a folder nor a hub name, or the settings contradict the checkpoint.
         ModelError: a folder holds no model, or `model.checkpoint` is no vision-language model that can be trained.
     """
     if cfg.checkpoint is None:
@@ -88,6 +89,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
     if is_original(raw):
         return original_parts(folder, raw, cfg)
+    # a model for transformers
     own = read_config(folder, "model.checkpoint")
     if not is_llava(own, folder):
         return class_parts(own, folder)
@@ -104,11 +106,12 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 def is_llava(config: PretrainedConfig, folder: Path) -> bool:
     """Return whether a model in a folder is trained as a `Llava`, which makes all images, or tiles of images, squares
-    of one size.
+    of one size. Others are trained as their class in transformers has them.
 
-    A vision tower that is told the sizes of images, as Pixtral (arXiv 2410.07073), takes them as they are, and InternVL
-    joins tiles in its own way. Such a model is trained as a `Llava` only if this package has trained it so: its notes
-    have the size of the vocabulary then.
+    A vision tower that takes the sizes of images as an argument, such as Pixtral's (arXiv 2410.07073), takes images in
+    their own sizes, and InternVL joins tiles in its own way. Such a model is trained as a `Llava` only if this package
+    has written the folder as an export of a `Llava`. The notes that it writes into a folder then have the size of the
+    vocabulary (key ROWS).
     """
     if not isinstance(config, LLAVA):
         return False
@@ -132,19 +135,21 @@ def parts_of(
     vision_folder: Path | None = None,
 ) -> Parts:
     """Return the parts of a model whose language model and vision tower come from two folders; without a folder, no
-    files are read. `config` may be that of a vision-language model with the language model."""
+    files are read. `config` is that of the language model, or of a vision-language model that contains it."""
     text = text_config(config)
     text.tie_word_embeddings = has_tied_weights(language_model_of, config, language_folder)
-    is_inside = text is not config  # the class of a vision-language model has the output layer
-    # then the logits are the output of the output layer, whatever the language model's own class does with it
+    is_inside = text is not config
+    # In most vision-language models the logits are the output of the output layer, without the change (a factor, a cap)
+    # that the class of the language model alone may make.
     bare = is_inside and config.model_type not in VISION_LANGUAGE
     return Parts(language_folder or Path(), vision_folder or Path(), text, vision, None, bare_logits=bare)
 
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint`, which may be set
-    by the training stage (`stage=`) and not by the user, is a whole LLaVA model made from another one. The user's
-    language model would silently not be used."""
+    """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint` is a whole LLaVA
+    model made from another one, as the notes in its folder say. The training stage (`stage=`), and not the user, may
+    have set the checkpoint, and the user's language model would silently not be used. The model is named by the user if
+    no preset of the group `model` is chosen (`model.name` is "own")."""
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
     if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
         raise ConfigError(
