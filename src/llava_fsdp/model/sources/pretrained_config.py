@@ -100,7 +100,7 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
         cfg = cfg if vision is None else replace(cfg, vision=vision)
         return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
     folder = resolve_model(base, "base") if base else named_base(adapter)
-    if not (adapter.folder / "config.json").is_file():  # only adapters of the original LLaVA have one
+    if not (adapter.folder / "config.json").is_file():  # adapters of the original LLaVA have one
         if not is_whole(folder) and not is_of_class(folder):
             raise ConfigError(
                 f"source={adapter.folder} has no config.json, and its base {folder} is a language model alone: nothing "
