@@ -291,8 +291,8 @@ class Whole(Architecture):
 
     @property
     def needs_blank(self) -> bool:
-        """Whether a micro-batch without images needs a blank image: it does if a parameter trains that makes the
-        embeddings of images. On every rank it must take part in the computation."""
+        """Whether a micro-batch without images needs a blank image: it does if parameters train that make the
+        embeddings of images. Such parameters must take part in the computation on every rank."""
         return any(
             p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
         )
