@@ -31,9 +31,10 @@ class ForwardWork(Protocol):
     """What the stages of a rank compute in a forward pass."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run a stage on a micro-batch, and return its output: hidden states, or the loss of the last stage.
+        """Run a stage on a micro-batch, and return its output: hidden states or, from the last stage, the loss.
 
         Args:
+            stage: the stage's part of the model.
             number: number of the micro-batch.
             hidden: output of the stage before; None for the first stage.
         """
@@ -202,8 +203,9 @@ class Pass:
 
 
 def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a step in the order in which the ranks of group `index` run them: that of the schedule 1F1B
-    or, if each rank has several stages, of interleaved 1F1B."""
+    """Return the forward and backward passes of a step in the order in which ranks with the same stages run them: that
+    of the schedule 1F1B or, if each rank has several stages, of interleaved 1F1B. `index`: number of the group of these
+    ranks; it has stage `index` and, if there are several, each `parallel.pipeline`-th one after that."""
     if parallel.stages_per_rank == 1:
         # forward passes before the first backward pass: one for each stage from this one on
         ahead = min(micro_batches, parallel.pipeline - index)
