@@ -196,6 +196,7 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
     tower_folder = folder / TOWER
     vision = tower_folder if (tower_folder / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
+    # the original's class takes the output of the output layer as logits
     return Parts(folder, vision, language, tower, folder, read_feature(raw, folder), bare_logits=True)
 
 

@@ -282,8 +282,12 @@ class Pipeline:
         return self.schedules[micro_batches]
 
     def run(self, work: StageWork, shapes: Sequence[tuple[int, int]]) -> None:
-        """Run the forward and backward passes of a step, with `work` for the stages of this rank. Collective: all ranks
-        must call it. `shapes`: [rows, length] of each micro-batch, the same on all ranks of the group."""
+        """Run the forward and backward passes of a step. Collective: all ranks must call it.
+
+        Args:
+            work: computes the passes of this rank's stages.
+            shapes: [rows, length] of each micro-batch, the same on all ranks that process the same rows.
+        """
         for stage in self.stages:
             stage.begin_step(work, shapes)
         # the keyword arguments of `forward_maybe_with_nosync` for each micro-batch; targets and losses are not used
@@ -323,8 +327,8 @@ class Pipeline:
         return [item for of_rank in values for item in of_rank]
 
     def on_rank_0(self, value: torch.Tensor | None, elsewhere: GroupTensor | None) -> torch.Tensor:
-        """Send a tensor that the ranks of one group have to rank 0, and return it there; the result on other ranks is
-        not used. All ranks must call this.
+        """Send a tensor to rank 0 from a rank that has it, and return it there; the result on other ranks is not used.
+        Ranks with the same stages are a group, and all ranks of one group have the tensor. All ranks must call this.
 
         Args:
             value: the tensor; None on ranks that do not have it.

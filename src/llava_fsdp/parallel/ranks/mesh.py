@@ -224,6 +224,7 @@ def join(world: World, timeout_seconds: int) -> None:
             log().warning(
                 "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
             )
+    # ends before the limit, so that the error about late ranks comes before torch's own
     until = time.monotonic() + timeout_seconds - seconds_before_limit(timeout_seconds)
     store = meet(world.rank, world.size, until)
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
