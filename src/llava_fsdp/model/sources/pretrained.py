@@ -146,10 +146,10 @@ def parts_of(
 
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint` is a whole LLaVA
-    model made from another one, as the notes in its folder say. The training stage (`stage=`), and not the user, may
-    have set the checkpoint, and the user's language model would silently not be used. The model is named by the user if
-    no preset of the group `model` is chosen (`model.name` is "own")."""
+    """Raise ConfigError if the user names a language model (`model.language`, which counts with `model=own`), but
+    `model.checkpoint` is a whole LLaVA model made from another one, as the notes in its folder say. The training stage
+    (`stage=`), and not the user, may have set the checkpoint, and the user's language model would silently not be
+    used."""
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
     if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
         raise ConfigError(
