@@ -139,7 +139,8 @@ def first_of(output: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def probe_vision_config(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
     """Build a vision tower on the meta device, and find which of its layers, tokens and parameters are used with these
-    settings. The answers for the last 64 configurations are cached."""
+    settings (`model.select_layer` and `model.select_feature`). The answers for the last 64 configurations are cached:
+    `vision` is a configuration that can be hashed."""
     with torch.device("meta"):
         vision_tower = build_vision_tower(vision.config)
     return probe_vision_tower(vision_tower, vision.config, select_layer, feature)
@@ -167,7 +168,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         )
     pixels = torch.zeros((1, 3, image_size(vision), image_size(vision)), device="meta")
     names, parameters = zip(*vision_tower.named_parameters(), strict=True)
-    layers = {
+    layers = {  # those of every module list that is as long as the tower is deep
         f"{name}.{number}": layer
         for name, stack in vision_tower.named_modules()
         if isinstance(stack, nn.ModuleList) and len(stack) == depth
@@ -187,6 +188,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
                 f"{unsupported(vision)} its layers give features of shape {list(features.shape)}, and not [images, "
                 f"tokens, {vision.hidden_size}]"
             )
+        # None for a parameter that does not take part in the features
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
     for handle in handles:
         handle.remove()

@@ -54,18 +54,29 @@ class ParallelModel:
 def apply_parallelism(
     model: Architecture, cfg: Config, parallelism: Parallelism, fill: Fill, counts: Sequence[float] | None = None
 ) -> ParallelModel:
-    """Divide, shard and compile a model on the meta device, in place, and load this rank's weights with `fill`.
-    Collective: all ranks must call it. What trains must be set (`requires_grad`). The caller builds the optimizer, of
-    the shards in `masters`. `counts`: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which
-    the model is divided into stages; None without `parallel.pipeline`."""
-    # First what needs the whole model, of which all ranks must come to the same plan.
+    """Divide, shard and compile a model on the meta device, in place, and load this rank's weights. Collective: all
+    ranks must call it.
+
+    Args:
+        model: `requires_grad` must be set for what trains.
+        parallelism: this rank's place among all ranks, and its process groups.
+        fill: function that fills this rank's shards with the initial weights.
+        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which the model is divided into
+            stages; None without `parallel.pipeline`.
+
+    Returns:
+        The master weights (`masters`, the tensors for which the caller builds the optimizer), and the objects that a
+            training uses together with the model.
+    """
+    # First what needs the whole model. All ranks must come to the same plan.
     share_rows(model, parallelism)
     compiles = choose_compiling(cfg, parallelism.device, model.kernel and model.kernel.attention).on
     routers = routers_to_watch(model, cfg, parallelism, compiles)
     stages = plan_own_stages(model, cfg, parallelism, counts)
     cuts = cuts_of(model, parallelism)
     stored = stored_buffers(model)
-    # Other stages go before anything is done to the modules that stay. Buffers are computed from whole layers.
+    # Stages of other ranks are removed before anything is done to the modules that stay. Buffers are computed before
+    # layers are divided.
     if stages is not None:
         stages.keep(model)
     kept, parts = {name for name, _ in model.named_buffers()}, parts_of(model)
@@ -101,6 +112,7 @@ def apply_parallelism(
         dynamic = DynamicCheckpointing(parts.stacks, cfg.activation_checkpointing, parallelism.world)
     if stages is not None:
         pipeline = Pipeline(roots, parallelism, model.language_config.hidden_size, model.compute_dtype)
+    # trained parameters in the stages of other ranks
     elsewhere = trained_elsewhere(pipeline, masters) if pipeline is not None else {}
     return ParallelModel(masters, offload, compilations, watched, dynamic, pipeline, elsewhere)
 
@@ -111,10 +123,12 @@ def checkpoint_blocks(
     """Wrap the blocks of a model for activation checkpointing, and compile those of the language model.
 
     Args:
+        parts: the model's lists of blocks.
+        offload: has the device on which the blocks run.
         compilations: counts the compiled graphs; None: blocks are not compiled.
         has_units: whether blocks contain FSDP units of their own, such as experts that ranks share.
     """
-    one_row = cfg.packs or cfg.micro_batch_size == 1
+    one_row = cfg.packs or cfg.micro_batch_size == 1  # whether every batch has a single row, as packed ones have
     mode = cfg.activation_checkpointing
     apply_activation_checkpointing(parts.stacks, mode, offload.device, compilations, one_row, has_units)
 
@@ -122,11 +136,14 @@ def checkpoint_blocks(
 def parallelize(
     model: nn.Module, parts: ModelParts, cfg: Config, parallelism: Parallelism, offload: Offload
 ) -> MasterWeights:
-    """Shard any model on the meta device, in place, and allocate this rank's shards, uninitialised. It has the
-    transformations of `apply_parallelism` that need not know the model's layers, in the same order.
+    """Shard any model on the meta device, in place, and allocate this rank's shards, uninitialized. Before that, set
+    the dtypes of weights and norms, replace linear layers by low-precision ones and wrap blocks for activation
+    checkpointing. Layers, experts and stages are not divided among ranks.
 
     Args:
         model: a model with `requires_grad` set. Its forward must run the same modules on every rank.
+        parts: the model's lists of blocks, and modules that are treated alone.
+        parallelism: this rank's place among all ranks, and its process groups.
         offload: allocates the shards on the device, in host memory or in a file.
 
     Returns:

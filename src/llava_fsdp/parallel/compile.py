@@ -229,9 +229,10 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's forward: compiled if gradients are enabled, else uncompiled. Dynamo compiles a block at most eight
-    times, and neither validation nor a rare shape must use up these compilations. Shapes are rare whose rows have one
-    token, and those of one row unless every batch has one: torch compiles again for a dimension of size 1.
+    """Run a block's forward: compiled if gradients are enabled and the shape of its input is not rare, else uncompiled.
+    Dynamo compiles a block at most eight times, and neither validation nor a rare shape must use up these compilations:
+    torch compiles again for a dimension of size 1. An input is rare if its rows have one token, or if it has one row,
+    unless every batch has one row.
 
     Args:
         uncompiled: the block's own forward.
@@ -254,6 +255,7 @@ class CompilerSettings:
     because making it takes twice as long as entering it."""
 
     def __init__(self) -> None:
+        """Prepare two settings of torch's compiler, which hold while a compiled block runs."""
         # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
         self.lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
         # Numbers such as the epsilon of a norm are constants. By default torch takes them for variables, and then

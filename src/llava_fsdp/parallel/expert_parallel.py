@@ -49,7 +49,8 @@ def share_experts(
     language_model: Any, modules: Sequence[nn.Module], mesh: DeviceMesh, shards_frozen: bool
 ) -> SharedExperts:
     """Divide the experts of a meta-device language model evenly among ranks, in place, and let it run them by sending
-    tokens to the ranks of their experts. Return what `fully_shard` has to know of them.
+    tokens to the ranks of their experts. Return the modules that `fully_shard` has to shard further, and the mesh for
+    this: the ranks that hold the same experts.
 
     Args:
         modules: the modules that hold the experts of a layer.
@@ -58,7 +59,7 @@ def share_experts(
         shards_frozen: whether FSDP shards frozen weights too. Frozen experts that it does not shard become DTensors of
             the whole mesh, so that it is known which ranks hold copies of them.
     """
-    exchange = SimulatedExchange if is_simulated() else Exchange
+    exchange = SimulatedExchange if is_simulated() else Exchange  # simulated: only rank 0 of all ranks exists
     run_with(language_model, exchange(mesh.get_group(EXPERT)), NAME)
     size, index = mesh[EXPERT].size(), mesh.get_local_rank(EXPERT)
     sharded = []
@@ -77,8 +78,8 @@ def share_experts(
 
 
 def share_experts_of(model: Architecture, parallelism: Parallelism) -> SharedExperts | None:
-    """Divide the experts of a meta-device model among ranks, in place, and return what `fully_shard` has to know of
-    them. Return None if each rank has all experts."""
+    """Divide the experts of a meta-device model among ranks, in place, and return the modules that `fully_shard` has to
+    shard further, with their mesh. Return None if each rank has all experts."""
     mesh, language = parallelism.meshes.experts, model.language
     if mesh is None:
         return None
@@ -105,9 +106,10 @@ class Exchange:
         self.group = group.group_name
 
     def route(self, sent: torch.Tensor, total: int) -> Route:
-        """Tell the other ranks how many rows they will get, and return how many this rank sends and gets, with the
-        experts of those that it gets. The host waits for the device here, once in each layer, because it must know how
-        much memory the rows take.
+        """Tell the other ranks how many rows they will get. A row is a token for one expert. Return how many rows this
+        rank sends to each rank and gets from it, and the number of the expert, among this rank's, for each row that it
+        gets. The host waits for the device here, once in each layer, because it must know how much memory the rows
+        take.
 
         Args:
             sent: number of this rank's rows for each expert, int64 [ranks, experts of a rank].

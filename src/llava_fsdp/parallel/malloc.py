@@ -53,7 +53,8 @@ def keep_freed_memory() -> None:
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
-    """Set the bytes above which glibc maps a block separately, and trims the heap's end. Without glibc, do nothing."""
+    """Set two thresholds of glibc, in bytes; without glibc, do nothing. A block of memory above `mmap` is mapped
+    separately; free memory above `trim` at the end of the heap is returned to the system."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap)

@@ -110,7 +110,8 @@ class Parallelism:
 
 
 def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
-    """Create the device meshes of a training.
+    """Create the device meshes of a training. A single rank has none, unless `offload` moves weights, for which FSDP is
+    used.
 
     Args:
         world: this rank's device, and the number of ranks.
@@ -129,7 +130,7 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     copies = layout.num_copies
     shape = mesh_shape(plan, copies, layout.shard_size(cfg.sharding.shard_size, world.local_size))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
-        return Meshes()
+        return Meshes()  # no process group and no FSDP
     names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
     outer, inner = {"pipeline": stages} if stages > 1 else {}, {"tensor": tensor} if tensor > 1 else {}
 

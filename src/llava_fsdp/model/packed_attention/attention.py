@@ -79,10 +79,11 @@ def choose_kernel(
 def kernel_missing(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> str | None:
-    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can."""
+    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can. SDPA
+    runs every model everywhere. `attention` is not `auto`."""
     if attention is Attention.sdpa:
         return None
-    what, module, cure = {
+    what, module, cure = {  # name in messages, Python module, message if the module is not installed
         Attention.varlen: ("varlen_attn", "torch.nn.attention.varlen", f"torch {torch.__version__} has no varlen_attn"),
         Attention.flash: ("flash-attn", "flash_attn", "flash-attn is not installed (pip install llava-fsdp[flash])"),
     }[attention]
@@ -123,7 +124,8 @@ def head_size(language: PretrainedConfig) -> int:
 
 
 def kernel_of(attention: Attention) -> Attend | None:
-    """Return the function of an attention implementation; None if the installed torch does not have it."""
+    """Return the function of an attention implementation; None if it is varlen and the installed torch does not have
+    it. That of flash-attn imports its package only when it is called."""
     if attention is Attention.varlen:
         return make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     return {Attention.sdpa: each_alone, Attention.flash: flash}[attention]
@@ -217,15 +219,19 @@ def attend_alone(
     heads, size].
 
     Args:
+        module: the layer; it is not used.
         query: only of the last tokens if `key` and `value` contain earlier tokens too.
+        form: the layer's options: scaling, dropout, sliding window, soft cap of scores and attention sinks.
         allowed: mask, bool [rows, 1, tokens, all tokens], True where a token attends to another. `key` and `value` may
-            lack the earliest of all tokens. None: a token attends to itself and all earlier tokens.
+            lack the earliest of all tokens. None: a token attends to itself and all earlier tokens, or those in its
+            window.
     """
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
         allowed = allowed[..., allowed.shape[-1] - total :]
     elif length < total and form.is_plain:
-        return attend_latest(query, key, value, form)  # SDPA's own causal mask would take them for the first tokens
+        # SDPA's own causal mask would take the last tokens for the first ones
+        return attend_latest(query, key, value, form)
     if form.window is not None and total > form.window:
         within = in_window(length, total, form.window, query.device)
         allowed = within if allowed is None else allowed & within
@@ -241,18 +247,18 @@ QUERIES_AT_ONCE = 256
 
 
 def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm) -> torch.Tensor:
-    """Compute causal attention of the latest tokens of a sample with SDPA, QUERIES_AT_ONCE queries at a time, for
-    options without a soft cap or sinks: queries [1, heads, tokens, size] and keys and values [1, heads, all tokens,
-    size] -> [1, tokens, heads, size].
+    """Compute causal attention of the latest tokens of a sample with SDPA, for options without a soft cap or sinks:
+    queries [1, heads, tokens, size] and keys and values [1, heads, all tokens, size] -> [1, tokens, heads, size].
 
-    A mask for all queries would grow with the square of the sample's length. The masks of the parts are views of one.
+    QUERIES_AT_ONCE queries are computed at a time, because a mask for all of them would grow with the square of the
+    sample's length. The masks of all steps are views of one mask.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))  # SDPA would do it for each part
     total, end = key.shape[2], key.shape[2] - query.shape[2]
     latest = min(QUERIES_AT_ONCE, query.shape[2])
     pairs = query.new_ones((latest, total), dtype=torch.bool)
-    hidden = pairs.triu(total - latest + 1)  # later tokens
+    hidden = pairs.triu(total - latest + 1)  # the keys that come after a query
     if form.window is not None:
         hidden |= pairs.tril(total - latest - form.window)
     mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
@@ -270,6 +276,7 @@ def attend_with_mask(
     """Compute attention with transformers' SDPA, for options without a soft cap or sinks: [rows, heads, tokens, size]
     -> [rows, tokens, heads, size]. The mask is bool, or scores to add; None: causal attention."""
     options = {"dropout": form.dropout, "scaling": form.scaling}
+    # takes the place of the layer, of which transformers' SDPA reads how many query heads share a key head
     grouped: Any = HeadGroups(query.shape[1] // key.shape[1])
     return sdpa_attention_forward(grouped, query, key, value, as_four(mask), **options)[0]
 
@@ -326,8 +333,14 @@ CHANGES_ATTENTION = ("position_bias", "sinks")
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], is_causal: bool) -> None:
-    """Raise ConfigError if a layer asks by its arguments for attention that is not supported here. `is_causal`: whether
-    the mask that it got is that of causal attention."""
+    """Raise ConfigError if a layer asks by its arguments for attention that is not supported for packed rows: for one
+    of CHANGES_ATTENTION (additional inputs of attention), or for attention to later tokens.
+
+    Args:
+        module: the layer.
+        others: arguments with which the layer calls its attention and that have no parameter of their own.
+        is_causal: whether the row has no mask, so that causal attention is computed.
+    """
     for name in CHANGES_ATTENTION:
         if others.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which packed rows lack")
@@ -338,8 +351,10 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], is_causal:
 @torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths
 def with_copies(values: torch.Tensor, row: Boundaries, shared: SharedTokens) -> torch.Tensor:
     """Return the keys or values of a packed row, [1, heads, tokens, size], in which each sample has all of its tokens:
-    if it shares first tokens with the sample before it (`shared.counts`), they are copied to its beginning. An index
-    would be shorter, but on CUDA the order in which its backward pass adds is not fixed."""
+    if it shares first tokens with the sample before it (`shared.counts`), they are copied to its beginning.
+
+    Indexing would be shorter, but on CUDA its backward pass adds in an order that is not fixed.
+    """
     samples = values.split(row.lengths.each, 2)
     pieces: list[torch.Tensor] = []
     for number, (own, count) in enumerate(zip(samples, shared.counts, strict=True)):

@@ -53,13 +53,14 @@ def packing_refused(language: PretrainedConfig) -> str | None:
 @functools.lru_cache(maxsize=64)
 def found_out_of_reach(language: ConfigKey) -> str | None:
     """Return why a language model would mix the samples of a packed row, found out by building it and running it on the
-    meta device; None if it keeps them apart. The answers for the last 64 configurations are cached. Raises ModelError
-    if transformers cannot build it, or torch cannot multiply its experts."""
+    meta device; None if it keeps them apart. The answers for the last 64 configurations are cached: `language` is a
+    configuration that can be hashed. Raises ModelError if transformers cannot build the model, or torch cannot multiply
+    its experts."""
     register_attention()
     config = copy.deepcopy(language.config)
     keep_frequencies(config)
     with torch.device("meta"), library_errors(f"transformers cannot build a {config.model_type} model"):
-        # given already here, as some models choose the classes of their layers by it
+        # set when the model is built, because some models choose the classes of their layers by it
         model = AutoModel.from_config(config, attn_implementation=NAMES[Attention.sdpa], trust_remote_code=False)
     check_widths(model)
     return layers_out_of_reach(model)
@@ -72,10 +73,10 @@ def refuse_packing(reason: str | None) -> None:
 
 
 def other_attention(language: PretrainedConfig, kind: type | None = None) -> str | None:
-    """Return, as a text, why the attention that a configuration describes would mix the samples of a packed row: it is
-    not computed through transformers' AttentionInterface, or is other than full causal attention and causal attention
-    in a sliding window. None if it would not. `kind`: the class of the language model; None: that of its
-    configuration."""
+    """Return why, by its configuration, a language model would mix the samples of a packed row; None if there is no
+    such reason. Reasons: its attention is not computed through transformers' AttentionInterface, or is neither full
+    causal attention nor causal attention in a sliding window. `kind`: the class of the language model; None: that of
+    its configuration."""
     if not getattr(kind or MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
@@ -112,11 +113,12 @@ def longrope_limit(language: PretrainedConfig) -> int | None:
 
 
 def keep_frequencies(language: PretrainedConfig) -> None:
-    """Change `rope_type=dynamic` in the configuration of a language model to `default`, for a run on the meta device.
+    """Change `rope_type=dynamic` in the configuration of a language model, in place, to `default`, for a run on the
+    meta device.
 
     Both have the same rotary frequencies up to `max_position_embeddings` tokens (transformers modeling_rope_utils.py,
-    `_compute_dynamic_ntk_parameters`), and `data.max_length` is not above. But a dynamic one reads the number of tokens
-    from the positions, which have no values on the meta device.
+    `_compute_dynamic_ntk_parameters`), and samples are not longer. But `dynamic` reads the number of tokens from the
+    positions, which have no values on the meta device.
     """
     given = getattr(language, "rope_parameters", None) or {}
     for rope in (given, *given.values()):

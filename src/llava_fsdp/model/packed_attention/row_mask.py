@@ -70,10 +70,13 @@ class BoundaryMask(torch.Tensor):
         mask: torch.Tensor, segments: Segments | None = None, visits: Visits | None = None, is_cached: bool = False
     ) -> BoundaryMask:
         """Return an attention mask, bool [rows, tokens], False at padding, that also carries the boundaries of samples.
+        It has the memory of `mask`.
 
         Args:
             mask: the values of the mask.
-            segments: boundaries of the samples in a packed row; None: each row is one sample.
+            segments: of a packed row: position ids, cumulative sample lengths, sample lengths and, if samples share
+                their first tokens with the sample before them, how many, and cumulative lengths that count these tokens
+                for each sample. None: each row is one sample.
             visits: list to which every layer that attends is appended; None: they are not recorded.
             is_cached: whether the rows are a batch for generation, whose keys may be in a cache.
         """
@@ -87,8 +90,8 @@ class BoundaryMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation as on a plain tensor. Only the result of `to` is a mask with sample boundaries (`cls`)
-        again."""
+        """Run an operation as on a plain tensor. Only the result of `to`, which moves a mask to another device or
+        dtype, is a mask with sample boundaries (`cls`) again; other results are plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is not torch.Tensor.to:
@@ -117,8 +120,13 @@ class RowMask:
 
 
 def shared_tokens(lengths: tuple[int, ...], counts: tuple[int, ...], offsets: torch.Tensor) -> SharedTokens:
-    """Return which tokens the samples of a packed row share: how many tokens each has itself (`lengths`) and shares
-    with the sample before it (`counts`), and cumulative lengths with both, int32 [samples + 1] (`offsets`)."""
+    """Return which tokens the samples of a packed row share.
+
+    Args:
+        lengths: for each sample, the number of tokens that the row has for it alone.
+        counts: for each sample, the number of tokens that it shares with the sample before it. They come in addition.
+        offsets: cumulative lengths in which both kinds of tokens count, int32 [samples + 1].
+    """
     whole = tuple(map(operator.add, lengths, counts))
     return SharedTokens(counts, Boundaries(offsets, Lengths(whole, max(whole))))
 
@@ -158,7 +166,7 @@ def make_row_mask(
     if not isinstance(attention_mask, BoundaryMask):
         raise ConfigError("a model replaces its attention mask, so that packed samples would be mixed; set pack=false")
     boundaries, visits, shared = attention_mask.boundaries, attention_mask.visits, attention_mask.shared
-    if attention_mask.is_cached:
+    if attention_mask.is_cached:  # rows for generation, padded on the left
         # A padding token attends to itself too, because attending to no token gives NaN.
         seen = padding_mask_function(attention_mask.as_subclass(torch.Tensor))
         rule = or_masks(and_masks(mask_function, seen), lambda row, head, query, key: query == key)
@@ -173,6 +181,7 @@ def make_row_mask(
             "data.prompt_once=true needs causal attention, and this model has another rule (which tokens of an image "
             "attend to each other, for instance); set data.prompt_once=false"
         )
+    # another rule: a mask for each sample, with the numbers that its tokens have in the row
     masks, begin = [], 0
     for length in (attention_mask.shape[1],) if boundaries is None else boundaries.lengths.each:
         own: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}

@@ -13,8 +13,9 @@ from llava_fsdp.runtime.errors import ModelError
 
 
 def class_parts(config: PretrainedConfig, folder: Path) -> Parts:
-    """Return the folders and configurations (`Parts`) of a vision-language model of transformers. Raises ModelError if
-    the folder has another kind of model, or one whose images do not take the places of tokens in a language model."""
+    """Return the folders and configurations (`Parts`) of a vision-language model that is trained as its class in
+    transformers has it. Raises ModelError if the folder has another kind of model, or one whose images do not take the
+    places of tokens in a language model."""
     what = f"model.checkpoint={folder} is a {config.model_type} model"
     if not is_vision_language_model(config):
         raise ModelError(
@@ -26,6 +27,7 @@ def class_parts(config: PretrainedConfig, folder: Path) -> Parts:
     language: Any = copy.deepcopy(config.get_text_config())
     language.tie_word_embeddings = has_tied_weights(whole_model_of, config, folder)
     vision = getattr(config, "vision_config", None) or config
+    # whether the logits are the output of the output layer; some classes multiply or cap it
     bare = config.model_type not in VISION_LANGUAGE
     return Parts(
         language_folder=folder,

@@ -20,8 +20,9 @@ original LLaVA model, so that the folder can be converted back."""
 
 
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
-    """Raise ConfigError if transformers has no class that computes what a model computes. The message names a format
-    that the model can be exported in."""
+    """Raise ConfigError or ModelError if transformers has no class that computes what a model computes. The message
+    names another format that the model can be exported in. `aspect`: how images are fitted into the vision tower's
+    input, as one tile or several."""
     refused = why_not_hf(model, aspect)
     if refused is not None:
         choice = "llava" if why_not_original(model) is None else None
@@ -30,9 +31,11 @@ def check_hf(model: Llava, aspect: AspectRatio) -> None:
 
 def check_original(model: Llava) -> None:
     """Raise ConfigError or ModelError if the original LLaVA lacks a model's projector or language model. The message
-    names a format that the model can be exported in."""
+    names another format that the model can be exported in."""
     refused = why_not_original(model)
     if refused is not None:
+        # A model that joins tiles (spatial_unpad) may be exportable for transformers with any division of images;
+        # others take an image as one tile.
         aspects = AspectRatio if model.cfg.patch_merge is PatchMerge.spatial_unpad else [AspectRatio.square]
         is_hf = any(why_not_hf(model, aspect) is None for aspect in aspects)
         raise type(refused)(f"{refused}; {cure(model, 'hf' if is_hf else None)}") from refused
@@ -50,7 +53,7 @@ def cure(model: Llava, choice: str | None) -> str:
     if choice is not None:
         return f"choose format={choice}"
     without = "train with export.enabled=false (or, with adapters, export.merge=false); chat and evaluate read the run"
-    if model.cfg.projector_type == "identity":
+    if model.cfg.projector_type == "identity":  # it has no weights to write
         return without
     return f"{without}; llava-fsdp export format=projector writes the projector alone"
 
@@ -76,11 +79,12 @@ def error_of(check: Callable[[], None]) -> ConfigError | ModelError | None:
 
 def require_original(model: Llava) -> None:
     """Raise ConfigError if the original LLaVA lacks a model's projector (multimodal_projector/builder.py:33-51);
-    ModelError if it lacks its language model."""
+    ModelError if it lacks its language model. A model that was loaded from the original LLaVA has a language model of
+    it."""
     if not re.fullmatch(r"linear|identity|mlp\d+x_gelu", model.cfg.projector_type):
         raise ConfigError(f"the original LLaVA has no {model.cfg.projector_type} projector")
     if original_folder(model.parts) is None:
-        rope(model.parts.language)
+        rope(model.parts.language)  # raises ModelError
 
 
 def require_hf(model: Llava, aspect: AspectRatio) -> None:
@@ -109,7 +113,8 @@ def require_hf(model: Llava, aspect: AspectRatio) -> None:
 
 
 def require_no_cap(parts: Parts) -> None:
-    """Raise ConfigError if the language model caps its logits: no weight of an output layer does that."""
+    """Raise ConfigError if the language model's own class limits the logits with a tanh (caps them). The classes for an
+    export do not, and a change of the output layer's weight cannot do the same."""
     if parts.logit_change.cap is not None:
         raise ConfigError(
             f"the class of the {parts.language.model_type} in transformers caps its logits "
@@ -136,7 +141,7 @@ def require_internvl(model: Llava, tiled: bool) -> None:
 
 def original_folder(parts: Parts) -> Path | None:
     """Return the folder of the original LLaVA's configuration and tokenizer files, if the model was loaded from a model
-    of the original LLaVA, or from an export of such a model; else None."""
+    of the original LLaVA, or from an export of such a model, which keeps them in the subfolder KEPT; else None."""
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():

@@ -82,7 +82,8 @@ def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError if a config.json of the original LLaVA (content `raw`) has values that are not supported."""
+    """Raise ModelError if a config.json of the original LLaVA (content `raw`) has values that are not supported. NEEDED
+    has the only supported values of some keys; FIRST_NAME is the model type of the first LLaVA models."""
     if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
         raise ModelError(
             f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "
@@ -118,11 +119,12 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
             f"{str(start_end).lower()}"
         )
     merge = raw.get("mm_patch_merge_type") or "flat"
-    if merge not in ("flat", cfg.patch_merge.value):  # a flat model gets a random end-of-line vector
+    if merge not in ("flat", cfg.patch_merge.value):  # a flat one may train on with another: it gets new weights
         raise ConfigError(
             f"model.checkpoint={folder} has mm_patch_merge_type={merge}; set model.patch_merge={merge} and "
             "data.image_aspect_ratio=anyres"
         )
+    # compared only if the file has the key; select_feature=auto agrees with every value
     ours: dict[str, Any] = {"mm_vision_select_layer": cfg.select_layer}
     if cfg.select_feature is not Feature.auto:
         ours["mm_vision_select_feature"] = FEATURES[cfg.select_feature]

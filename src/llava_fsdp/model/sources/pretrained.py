@@ -72,10 +72,11 @@ class UnfinishedRun(NoProjector):
 
 def find_parts(cfg: ModelConfig) -> Parts:
     """Find the folders of the language model and the vision tower that the configuration names, and read their
-    configurations. Models on the hub are downloaded.
+    configurations. Models on the hub are downloaded. `cfg.checkpoint` is a whole model: of the original LLaVA, of
+    transformers' LLaVA classes, or of another class of transformers. Without it, the two come from a folder each.
 
     Raises:
-        ConfigError: a name is neither a folder nor a hub name.
+        ConfigError: a name is neither a folder nor a hub name, or the settings contradict the checkpoint.
         ModelError: a folder holds no model, or `model.checkpoint` is no vision-language model that can be trained.
     """
     if cfg.checkpoint is None:
@@ -88,6 +89,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
     if is_original(raw):
         return original_parts(folder, raw, cfg)
+    # a model for transformers
     own = read_config(folder, "model.checkpoint")
     if not is_llava(own, folder):
         return class_parts(own, folder)
@@ -104,11 +106,12 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 def is_llava(config: PretrainedConfig, folder: Path) -> bool:
     """Return whether a model in a folder is trained as a `Llava`, which makes all images, or tiles of images, squares
-    of one size.
+    of one size. Others are trained as their class in transformers has them.
 
-    A vision tower that is told the sizes of images, as Pixtral (arXiv 2410.07073), takes them as they are, and InternVL
-    joins tiles in its own way. Such a model is trained as a `Llava` only if this package has trained it so: its notes
-    have the size of the vocabulary then.
+    A vision tower that takes the sizes of images as an argument, such as Pixtral's (arXiv 2410.07073), takes images in
+    their own sizes, and InternVL joins tiles in its own way. Such a model is trained as a `Llava` only if this package
+    has written the folder as an export of a `Llava`. The notes that it writes into a folder then have the size of the
+    vocabulary (key ROWS).
     """
     if not isinstance(config, LLAVA):
         return False
@@ -132,19 +135,21 @@ def parts_of(
     vision_folder: Path | None = None,
 ) -> Parts:
     """Return the parts of a model whose language model and vision tower come from two folders; without a folder, no
-    files are read. `config` may be that of a vision-language model with the language model."""
+    files are read. `config` is that of the language model, or of a vision-language model that contains it."""
     text = text_config(config)
     text.tie_word_embeddings = has_tied_weights(language_model_of, config, language_folder)
-    is_inside = text is not config  # the class of a vision-language model has the output layer
-    # then the logits are the output of the output layer, whatever the language model's own class does with it
+    is_inside = text is not config
+    # In most vision-language models the logits are the output of the output layer, without the change (a factor, a cap)
+    # that the class of the language model alone may make.
     bare = is_inside and config.model_type not in VISION_LANGUAGE
     return Parts(language_folder or Path(), vision_folder or Path(), text, vision, None, bare_logits=bare)
 
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint`, which may be set
-    by the training stage (`stage=`) and not by the user, is a whole LLaVA model made from another one. The user's
-    language model would silently not be used."""
+    """Raise ConfigError if the user names a language model (`model.language`, which counts with `model=own`), but
+    `model.checkpoint` is a whole LLaVA model made from another one, as the notes in its folder say. The training stage
+    (`stage=`), and not the user, may have set the checkpoint, and the user's language model would silently not be
+    used."""
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
     if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
         raise ConfigError(
@@ -191,6 +196,7 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
     tower_folder = folder / TOWER
     vision = tower_folder if (tower_folder / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
+    # the original's class takes the output of the output layer as logits
     return Parts(folder, vision, language, tower, folder, read_feature(raw, folder), bare_logits=True)
 
 
@@ -281,8 +287,9 @@ def max_tiles_of(config: Any, folder: Path) -> int | None:
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     """Check that the model in `folder`, whose own configuration is `config`, was trained with the `select_layer`,
-    `select_feature`, `projector_type` and `patch_merge` of the run's configuration. A LLaVA-1.5 model may be trained
-    further with any `patch_merge`: it then gets a random end-of-line vector.
+    `select_feature`, `projector_type` and `patch_merge` of the run's configuration `cfg`. `select_feature=auto` agrees
+    with every model. A LLaVA-1.5 model may be trained further with any `patch_merge`: it then gets a random end-of-line
+    vector.
 
     Raises:
         ConfigError: a setting differs.
@@ -311,6 +318,7 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     patch = patch_size(config.vision_config) * cfg.shuffle_factor
     grid = (image_size(config.vision_config) // patch) ** 2
     registers = getattr(config.vision_config, "num_register_tokens", None) or 0
+    # The strategy "default" leaves out the CLS token. Registers are tokens that belong to no patch.
     expected = grid + registers if strategy == "default" else None
     if expected is not None and getattr(config, "image_seq_length", expected) != expected:
         raise ModelError(
@@ -320,10 +328,10 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 
 
 def trained_vocabulary(folder: Path, config: Any) -> int:
-    """Return the number of trained rows of the embeddings of a LLaVA or InternVL model. Exports add untrained rows: for
-    the image token, for a padding token, and up to a multiple of 64. These rows are dropped when a model is loaded,
-    because each of them would take part in every softmax. Raises ModelError if the number that llava_fsdp wrote into
-    the folder is damaged."""
+    """Return the number of trained rows of the embeddings of a LLaVA or InternVL model in `folder`. Exports add
+    untrained rows: for the image token, for a padding token, and up to a multiple of 64. These rows are dropped when a
+    model is loaded, because each of them would take part in every softmax. Raises ModelError if the number that
+    llava_fsdp wrote into the folder (its notes) is damaged."""
     notes = read_notes(folder)
     if notes:
         rows = notes.get(ROWS)
@@ -331,6 +339,7 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
             raise ModelError(f"{folder / NOTES} has {ROWS}={rows!r}, and the model has {config.text_config.vocab_size}")
         return rows
     rows = config.text_config.vocab_size
+    # a model by others: the image token is the first untrained row if it is one of the last 64 rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
 
 
@@ -387,7 +396,8 @@ def public_name(name: str) -> str:
 
 
 def download(name: str, key: str) -> Path:
-    """Download a model from the hub, and return its folder in the cache. Raises ModelError with advice."""
+    """Download the model `name` from the hub, and return its folder in the cache. Raises ModelError, whose message
+    names the setting `key` and says what to do instead."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -401,8 +411,17 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """Return the folder of the whole LLaVA model that a setting names: the folder `name` itself or, if it is the output
-    folder of a run, the exported model in it. Raises ModelError or ConfigError if there is no whole model."""
+    """Return the folder of the whole LLaVA model that a setting names.
+
+    Args:
+        name: the folder itself, the output folder of a run, of which the exported model is returned, or a hub name.
+        key: the setting, such as model.checkpoint, for messages.
+
+    Raises:
+        ModelError: the folder is an adapter, a checkpoint or a run without an export, or holds no model. The message
+            says how to get the whole model.
+        ConfigError: there is no such folder.
+    """
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -415,6 +434,7 @@ def resolve_model(name: str, key: str) -> Path:
             f"start from the whole model: {merge}"
         )
     if not (folder / "config.json").is_file():
+        # the run to which the folder belongs; a checkpoint of a run has a message of its own
         run = None if (folder / CHECKPOINT_FILE).is_file() else run_of(folder)
         if run is not None and (not has_export(run) or run.absolute() == folder.absolute()):
             inside = f": {run}" if folder.exists() and folder.absolute() != run.absolute() else ""
@@ -491,12 +511,16 @@ def check_sizes(config: Any, folder: Path) -> None:
 
 
 def find_projector(cfg: Config) -> Path | None:
-    """Return the path of the projector with which a run starts; None if it is initialised randomly, or is part of
-    `model.checkpoint` or of the LoRA adapter's folder.
+    """Return the path of the projector with which a run starts; None if it is initialized randomly, has no weights
+    (`identity`), or is part of `model.checkpoint` or of the LoRA adapter's folder. `model.projector=auto` looks for the
+    export of a run in the folder "pretrain" next to the run's own output folder.
 
     Raises:
         NoProjector: there is no projector yet, or `model.projector` does not exist.
-        ConfigError: the projector belongs to another model, or `model.projector` has none.
+        UnfinishedRun: the run that should have the projector has no export.
+        ConfigError: `model.checkpoint` has a projector already, or the projector that was found belongs to another
+            model.
+        ModelError: `model.projector` has no weights.
     """
     given = cfg.model.projector
     if cfg.model.checkpoint is not None and given not in ("auto", "random"):
@@ -522,6 +546,7 @@ def find_projector(cfg: Config) -> Path | None:
     if (run / EXPORT / NOTES).is_file():
         check_same_model(run / EXPORT, cfg)
         return run / EXPORT
+    # a model with random weights can start with a random projector, too
     if cfg.model.random_weights and not run.exists():
         return None
     looks_for = "model.projector=auto looks for the projector of a stage=pretrain run, and"
@@ -546,7 +571,8 @@ def without_export(run: Path) -> str:
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:
-    """Raise ConfigError if the projector in `folder` was trained for another language model or vision tower."""
+    """Raise ConfigError if the projector in `folder`, which `model.projector=auto` has found, was trained for another
+    language model or vision tower, as the notes in the folder say."""
     notes = read_notes(folder)
     for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
         if notes.get(key) != ours:

@@ -34,7 +34,7 @@ from llava_fsdp.runtime.text.log import log
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
     """Derive the section `model` of the configuration from a model folder of llava_fsdp, transformers or the original
-    LLaVA.
+    LLaVA. A folder of the original LLaVA may contain only a projector.
 
     Args:
         language: the language model's folder or hub name; needed for a folder that contains only a projector.
@@ -57,7 +57,8 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         base = language or ""
         tower = vision or find_tower(raw, folder)
     elif is_of_class(folder):
-        # what `Llava` asks about tower and projector is in the class
+        # A model that is trained as its class in transformers has it: the class contains tower and projector, and these
+        # settings are not used.
         selection = Selection("identity", -1, Feature.full, PatchMerge.flat, False)
         has_whole, base, tower = True, "", ""
     else:
@@ -93,13 +94,13 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
         ModelError: an adapter cannot be applied to the named base model.
     """
     notes = read_notes(adapter.folder)
-    if "model" in notes:
+    if "model" in notes:  # llava_fsdp has written the adapter
         with library_errors(f"{adapter.folder / NOTES} is not what was written"):
             cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain
         cfg = cfg if vision is None else replace(cfg, vision=vision)
         return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
     folder = resolve_model(base, "base") if base else named_base(adapter)
-    if not (adapter.folder / "config.json").is_file():
+    if not (adapter.folder / "config.json").is_file():  # adapters of the original LLaVA have one
         if not is_whole(folder) and not is_of_class(folder):
             raise ConfigError(
                 f"source={adapter.folder} has no config.json, and its base {folder} is a language model alone: nothing "
@@ -123,7 +124,9 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a copy of `cfg` in which the base model is the one in `folder`: a whole model or a language model."""
+    """Return a copy of `cfg` in which the base model is the one in `folder`: a whole model or a language model. A
+    vision-language model of another class than LLaVA's is a whole model only if `cfg` has one (`checkpoint`); else its
+    language model is used."""
     has_whole = is_whole(folder) or (cfg.checkpoint is not None and is_of_class(folder))
     checkpoint, language = (str(folder), cfg.language) if has_whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
@@ -150,7 +153,8 @@ def check_named_base(adapter: AdapterFolder, parts: Parts, base: str, key: str) 
     the types of model that the folder names can be compared, and if it names another base, a warning is logged.
 
     Args:
-        base: folder or hub name of the base model.
+        parts: folders and configurations of the base model that is used.
+        base: folder or hub name of this base model.
         key: configuration key that names the base model, for messages.
 
     Raises:
@@ -217,8 +221,9 @@ def is_of_class(folder: Path) -> bool:
 
 def find_tower(raw: dict, folder: Path) -> str:
     """Return the folder or hub name of the vision tower that a config.json of the original LLaVA (content `raw`) names.
-    A relative name is also looked up next to the model's folder. Raises ConfigError if the tower is not on this machine
-    and its name is not a hub name."""
+    A relative name is also looked up next to the model's folder. If the folder contains the tower's configuration (in
+    the subfolder TOWER), the name need not exist. Raises ConfigError if the tower is not on this machine and its name
+    is not a hub name."""
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

@@ -28,9 +28,9 @@ the folder is a run without an export, so they cannot import it."""
 
 
 def projector_cure(run: Path, find_parts: FindParts) -> str:
-    """Return how a training can begin with the projector that a run without an export has saved, for the end of a
-    message. The message begins with the text of `why_no_export`; the result is empty if there is no other way than that
-    text says."""
+    """Return how a training can begin with the projector that a run without an export has saved, as the end of a
+    message. The message begins with the text of `why_no_export`, which may name another way (run the command again).
+    The result is empty if there is no way but that one. `find_parts` finds the folders of a model."""
     if not has_saved(run):
         return nothing_saved(run)
     try:
@@ -50,9 +50,14 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
 
 
 def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
-    """Return how the whole model that a run without an export has saved can be read, for the end of a message. The
-    message begins with the text of `why_no_export`; the result is empty if there is no other way than that text says.
-    `key` is the setting that names the run, such as model.checkpoint."""
+    """Return how the whole model that a run without an export has saved can be read, as the end of a message. The
+    message begins with the text of `why_no_export`, which may name another way (run the command again). The result is
+    empty if there is no way but that one.
+
+    Args:
+        key: the setting that names the run, such as model.checkpoint.
+        find_parts: finds the folders of a model.
+    """
     if not has_saved(run):
         return nothing_saved(run)
     return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key, find_parts)}"
@@ -60,12 +65,14 @@ def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
 
 def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindParts) -> str:
     """Return the command that exports the whole model of a run, and the setting that reads it; or why there is no such
-    command, and how its adapters can go on.
+    command, and how its adapters can be trained further.
 
     Args:
+        run: the output folder of the run.
         source: the run, or a checkpoint or the adapter in it.
         to: the folder to write.
         key: the setting, such as model.checkpoint.
+        find_parts: finds the folders of a model.
     """
     try:
         model, cfg = open_run(run, find_parts)
@@ -73,7 +80,7 @@ def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindPar
         return f"how to go on from what it has saved cannot be told: {error}"
     refused = None if model is None else why_not_hf(model, cfg.data.trained_aspect)
     if model is None or refused is None or why_not_original(model) is None:
-        form = "" if refused is None else " format=llava"
+        form = "" if refused is None else " format=llava"  # the default is a model for transformers
         return (
             "make an export of what it has saved, and give that:\n"
             f"  llava-fsdp export source={source} to={to}{form}\n  {key}={to}"

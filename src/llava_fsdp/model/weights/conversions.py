@@ -168,8 +168,8 @@ def plan_with_all_rows(
     output layer have more rows than the configuration's vocabulary, find them for a model that has as many rows."""
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
-    shapes = list(plan.misshapen.values())
-    rows = {
+    shapes = list(plan.misshapen.values())  # (shape in the files, shape in the model)
+    rows = {  # numbers of rows of weights that differ from the model's only in having more rows than its vocabulary
         got[0]
         for got, expected in shapes
         if expected[:1] == (vocabulary,) and got[:1] > expected[:1] and got[1:] == expected[1:]
@@ -276,6 +276,7 @@ def run_conversion(
     for name, value in named:
         if isinstance(value, LazyTensor):
             parts = [tensors[source] for source in value.sources]
+            # whether the conversion left a single tensor as it is in its file
             as_stored = len(parts) == 1 and value.read is reads[value.sources[0]]
             sources[name] = parts[0] if as_stored else ConvertedTensor(value, parts)
     for target, source in model.all_tied_weights_keys.items():  # files have one of the two names, or both

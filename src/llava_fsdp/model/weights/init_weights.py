@@ -85,9 +85,10 @@ WHOLE = InitScale(0.2, 0.3)
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """Choose how the parameter `name` is initialised: norms as the identity, biases with 0, matrices with a standard
+    """Choose how the parameter `name` is initialized: weights of norms with 1, biases with 0, matrices with a standard
     deviation proportional to 1 / sqrt(fan-in), and the projector like `nn.Linear`, as in LLaVA
-    (multimodal_projector/builder.py:39-44)."""
+    (multimodal_projector/builder.py:39-44). SCALES has the scales of the vision tower, the language model and its
+    output layer, and WHOLE those of a model that is trained as its class in transformers has it."""
     parent = model.get_submodule(name.rpartition(".")[0])
     shape = weight_shape(model, name)
     part = name.partition(".")[0]

@@ -33,8 +33,8 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], sources: Sequence[str], read: Read) -> "LazyTensor":
-        """Create a tensor of this shape whose values, made from the tensors `sources` in files, `read` reads in
-        parts."""
+        """Create a tensor of this shape without values in memory. `read` reads any part of its values, which are made
+        from the tensors in files that `sources` names."""
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32, device=torch.device("cpu"))
         self.sources = tuple(dict.fromkeys(sources))
         self.read = read
@@ -48,8 +48,9 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of an operation as LazyTensors, whose values are computed when they are read. Operations
-        that move values (`OPERATIONS`) then read only what is wanted, all others their whole inputs."""
+        """Return the result of an operation on LazyTensors (tensors without values in memory) as LazyTensors, whose
+        values are computed when they are read. Operations that only move values (`OPERATIONS`) read only those that are
+        wanted; all others read their whole inputs."""
         kwargs = kwargs or {}
         if func.overloadpacket is aten._to_copy:  # casts are ignored: values that are read have the files' dtype
             return same(args[0])
@@ -57,6 +58,7 @@ class LazyTensor(torch.Tensor):
             raise NotImplementedError(f"{func} would change a tensor that is not in memory")
         shapes = on_meta(func, args, kwargs)  # raises torch's error for arguments that do not fit
         operation = OPERATIONS.get(func.overloadpacket, None)
+        # NotImplemented, too, if the function of the operation does not support these arguments
         result = NotImplemented if operation is None else operation(*args, **kwargs)
         return compute_later(func, args, kwargs, shapes) if result is NotImplemented else result
 
@@ -76,7 +78,8 @@ def same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
 
 
 def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
-    """Return a LazyTensor of the indices [begin, end) of dimension `dim` of `x`."""
+    """Return a LazyTensor of the indices [begin, end) of dimension `dim` of `x`. It reads from `x`, at shifted
+    indices."""
 
     def read(box: Box) -> torch.Tensor:
         first, last = box[dim]
@@ -86,7 +89,8 @@ def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
 
 
 def slice_of(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Return `x[start:end]` along dimension `dim` without reading it. Steps other than 1 are not supported."""
+    """Return `x[start:end]` along dimension `dim` as a LazyTensor, without reading values. Return NotImplemented for
+    steps other than 1: the operation is then computed with the whole of `x`."""
     if step != 1:
         return NotImplemented
     dim %= x.ndim
@@ -105,7 +109,8 @@ def unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor]:
 
 
 def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTensor]:
-    """`torch.split` of a lazy tensor: `sizes` is the size of each part, or the sizes of all."""
+    """Return the parts of a lazy tensor that `torch.split` returns: `sizes` is the size of each part, or a list with
+    the sizes of all parts."""
     dim %= x.ndim
     size = x.shape[dim]
     if isinstance(sizes, int):
@@ -115,8 +120,9 @@ def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTenso
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
-    """`torch.cat` of lazy tensors. When a part of the result is read (`box`, a range of each dimension), only the parts
-    of the tensors that are in it are read."""
+    """Return `torch.cat` of lazy tensors. When a part of the result is read (`box`, a range for each dimension), only
+    what it contains of the tensors is read. Return NotImplemented if a tensor has its values in memory: the operation
+    is then computed as a whole."""
     if not all(isinstance(x, LazyTensor) for x in tensors):
         return NotImplemented
     dim %= tensors[0].ndim

@@ -268,7 +268,8 @@ def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
-    """Raise ConfigError if bitsandbytes is not installed, or does not support this device."""
+    """Raise ConfigError if bitsandbytes is not installed, or does not support this device. On a CPU it needs only to be
+    installed."""
     if cfg.mode is Quantizer.none:
         return
     cure = "set model.quantize.mode=none, which is LoRA over weights in full"

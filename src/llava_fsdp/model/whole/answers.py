@@ -81,13 +81,17 @@ class Pushed(StoppingCriteria):
 
 @torch.no_grad()
 def generate(model: Any, prompts: torch.Tensor, images: Mapping[str, torch.Tensor], generation: Generation) -> None:
-    """Generate the tokens that follow prompts.
+    """Generate the tokens that follow prompts, and hand each to `generation.push` as soon as it is chosen. Nothing is
+    returned.
 
     Args:
-        model: the result of `class_around`.
+        model: the result of `class_around`, one of transformers' models.
         prompts: token ids, int64 [rows, length], padded on the left.
         images: what the processor made of the prompts' images, with the types of tokens. The class numbers the
             positions of tokens itself.
+        generation: the attention mask, the maximum number of tokens (`most`), and two functions: `choose` chooses
+            tokens by their scores; `push` gets the newest token of each row, and ends the generation if it returns
+            False.
     """
     known = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
     model.generate(

@@ -58,7 +58,9 @@ def check_logits(divided: DividedClass, change: LogitChange) -> None:
     weights of a small output layer.
 
     Args:
-        divided: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
+        divided: the model, divided into its output layer and the module that makes the hidden states; on the meta
+            device. Its modules are replaced, so that it cannot be used afterwards.
+        change: the factor and the cap by which logits are made from the output of the output layer.
     """
     model = divided.whole
     what = f"a {type(model).__name__}, model_type={model.config.model_type}"
@@ -76,8 +78,9 @@ def check_logits(divided: DividedClass, change: LogitChange) -> None:
 
 def logits_of(divided: DividedClass, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two kinds of logits of the same random hidden states: as the class makes them, and as the output layer
-    with `change` does. Raise ModelError if a class whose output layer is an identity returns others than the hidden
-    states of its language model."""
+    with `change` (a factor and a cap) does. In the class, a stand-in that returns these hidden states takes the place
+    of the language model, and a small random output layer that of its own. Raises ModelError if a class whose output
+    layer is an identity returns others than the hidden states of its language model."""
     model: Any = divided.whole
     config = model.config.get_text_config()
     width = config.hidden_size
@@ -88,6 +91,7 @@ def logits_of(divided: DividedClass, change: LogitChange) -> tuple[torch.Tensor,
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     stand_in = StandIn(config, states)
+    # The output layer is inside of the language model: `base_of` has put an identity in its place.
     if divided.module is model:
         replace_module(model, decoder_of(model), stand_in)
         if not torch.equal(model(**inputs).logits, states):
@@ -104,10 +108,11 @@ def replace_module(model: nn.Module, inner: nn.Module, stand_in: nn.Module) -> N
 
 def check_positions(divided: DividedClass) -> None:
     """Raise ModelError if the class of a model in transformers does not number the tokens of a text from 0. PaliGemma's
-    begins with 1.
+    begins with 1. The positions are those that a stand-in for its language model gets.
 
     Args:
-        divided: on the meta device. Its language model is replaced.
+        divided: the model, divided into its output layer and the module that makes the hidden states; on the meta
+            device. Its language model is replaced.
     """
     model, base = divided.whole, divided.module
     language = language_of(base)

@@ -21,8 +21,9 @@ def packs(parts: Parts) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def found_in_class(whole: ConfigKey) -> str | None:
-    """Build a whole model on the meta device, and return why its language model would mix samples. The answers for the
-    last 64 configurations are cached. Raises ModelError if transformers cannot build it."""
+    """Return why the language model of a whole model would mix the samples of a packed row, found out by building the
+    model on the meta device; None if it keeps them apart. The answers for the last 64 configurations are cached:
+    `whole` is a configuration that can be hashed. Raises ModelError if transformers cannot build the model."""
     tried = copy.deepcopy(whole.config)
     keep_frequencies(tried.get_text_config())
     model = language_of(base_of(whole_model_of(tried)).module)

@@ -13,8 +13,8 @@ class PatchConv3d(nn.Conv3d):
     CPU 12 % of a step of a small Qwen2.5-VL, for 2 % of its arithmetic."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the convolution to inputs as large as the kernel as one matrix product: [patches, channels,
-        *kernel_size] -> [patches, features, 1, 1, 1]. Inputs of other sizes are convolved as in nn.Conv3d."""
+        """Convolve single patches, as large as the kernel, by one matrix product: [patches, channels, *kernel_size] ->
+        [patches, features, 1, 1, 1]. Inputs of other sizes are convolved as in nn.Conv3d."""
         if input.shape[2:] != self.kernel_size:
             return super().forward(input)
         return nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]

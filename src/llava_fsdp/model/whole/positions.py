@@ -23,7 +23,8 @@ class SamplePositions:
     def __call__(
         self, ids: torch.Tensor, types: Mapping[str, torch.Tensor], pixels: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return the positions of a sample's tokens, int64 [axes, length].
+        """Return the positions of a sample's tokens, int64 [axes, length]. The axes, such as time, height and width,
+        are those by which the model numbers the tokens of images.
 
         Args:
             ids: the sample's token ids, int64 [length].
@@ -31,7 +32,7 @@ class SamplePositions:
             pixels: what the processor says of the sample's images, as `image_grid_thw`.
         """
         model: Any = model_class(self.config)
-        bare = model.__new__(model)  # the function reads the configuration alone, and the modules are not built
+        bare = model.__new__(model)  # `get_rope_index` reads only the configuration: no modules are built
         nn.Module.__init__(bare)
         bare.config = self.config
         known = inspect.signature(model.get_rope_index).parameters

@@ -54,7 +54,8 @@ class Structure:
     """For each vision tower that has blocks, the name of its list of blocks."""
 
     def part_of(self, name: str) -> Part:
-        """Return the part to which a parameter or module belongs, by its name."""
+        """Return the part to which a parameter or module belongs, by its name. The projector is what belongs neither to
+        the language model nor to a vision tower, and some modules in vision towers (`projectors`)."""
         if is_inside(name, (self.language, self.output)):
             return Part.language
         if is_inside(name, self.towers) and not is_inside(name, self.projectors):
@@ -68,7 +69,8 @@ def is_inside(name: str, outer: tuple[str, ...]) -> bool:
 
 
 def find_structure(divided: DividedClass) -> Structure:
-    """Find the parts of a model, on any device. Raises ModelError if it has no language model in it, or if its language
+    """Find the names of the parts of a model: output layer, language model, vision towers with their lists of blocks,
+    and projectors. The model is on any device. Raises ModelError if it has no language model in it, or if its language
     model has no list of blocks."""
     base = divided.module
     language = language_of(base)
@@ -78,6 +80,8 @@ def find_structure(divided: DividedClass) -> Structure:
     if not any(len(stack) == depth for stack in lists_in(language)):
         raise ModelError(f"the language model of a {type(base).__name__} has no list of its {depth} blocks")
     towers = {name: tower for name, tower in towers_of(base) if not f"{name}.".startswith(own)}
+    # For each vision tower: its list of blocks, and its modules after the blocks that make features as wide as the
+    # embeddings of the language model. These modules belong to the projector.
     stacks, projectors = [], []
     for tower_name, tower in towers.items():
         found = find_stacks(tower)
@@ -96,9 +100,9 @@ def find_structure(divided: DividedClass) -> Structure:
 
 
 def base_of(whole: PreTrainedModel) -> DividedClass:
-    """Divide a model of transformers into its output layer and what makes the hidden states for it. If the class has no
-    model of its own beside its output layer, the output layer is replaced, in place. Raises ModelError if the class has
-    no output layer."""
+    """Divide a model of transformers into its output layer and the module that makes the hidden states for it. This is
+    the model in the attribute BASE; if the class has none without the output layer, it is the whole model, in which an
+    identity replaces the output layer, in place. Raises ModelError if the class has no output layer."""
     output = whole.get_output_embeddings()
     name = next((name for name, module in whole.named_modules() if module is output), None)
     if output is None or name is None:
@@ -123,6 +127,7 @@ def name_modules(whole: nn.Module, output: str, layer: nn.Module, into: nn.Modul
         output: name of its output layer, such as `lm_head` or `language_model.lm_head`.
         layer: another output layer.
     """
+    # only the submodules on the path to the output layer are not taken as they are
     first, _, rest = output.partition(".")
     for name, child in whole.named_children():
         if name != first:

@@ -70,10 +70,14 @@ class Whole(Architecture):
     def __init__(
         self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
     ):
-        """Build the modules on the meta device.
+        """Build the modules on the meta device, with the names that they have in the model's class.
 
         Args:
+            parts: folders and configurations of the model; `class_config` is the configuration of its class.
+            cfg: the section `model` of the configuration.
+            compute_dtype: dtype of the matrix products in the forward pass.
             kernel: attention of packed rows; None: rows are padded.
+            label_loss: function that computes the sum of the losses of all labels of a micro-batch.
 
         Raises:
             ModelError: transformers cannot build the model, or its structure is not supported.
@@ -113,8 +117,8 @@ class Whole(Architecture):
         known = inspect.signature(self.base.forward).parameters
         self.types = [name for name in known if name.endswith(TYPES)]
         """Names of the token types that the model takes. They are 0 in text."""
-        self.unused = frozenset()
-        self.is_first = self.is_last = True
+        self.unused = frozenset()  # all parameters are used
+        self.is_first = self.is_last = True  # the model is not divided into stages
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
 
@@ -140,9 +144,9 @@ class Whole(Architecture):
             input_ids: the processor's token ids, int64 [rows, length], padded on the right. A packed row (several
                 samples one after another) is int64 [1, tokens].
             segments: the sample boundaries of a packed row; None for padded rows.
-            images: what the processor made of images and videos, by its own names, and in the same way:
-                token types, as `mm_token_type_ids`: int64 [rows, length], where the model has them.
-                position_ids: int64 [axes, rows, length], where the model numbers image tokens by rows and columns.
+            images: what the processor made of images and videos, by its own names. It also contains, if the model uses
+                them, token types such as `mm_token_type_ids`, int64 [rows, length], and `position_ids`, int64 [axes,
+                rows, length], of a model that numbers image tokens by rows and columns.
             seeds: dropout seeds of the tokens, int64 [rows, length] or broadcast to it; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
@@ -181,8 +185,8 @@ class Whole(Architecture):
         return self.output(labelled, label_ids, collector=collector, weights=label_weights)
 
     def answer(self, prompts: torch.Tensor, images: ImageInputs, generation: Generation) -> None:
-        """Let transformers' class generate the tokens that follow prompts. While it runs, the language model attends as
-        transformers does without packed rows."""
+        """Let transformers' class generate the tokens that follow prompts; `generation.push` gets them. Meanwhile the
+        language model attends as transformers does without packed rows, and afterwards as before."""
         assert self.parts.class_config is not None
         own = class_around(self.parts.class_config, self)
         before = self.attention
@@ -231,7 +235,7 @@ class Whole(Architecture):
         return [find_blocks(self.language), *(self.stacks() if Part.vision in self.cfg.trained else [])]
 
     def all_blocks(self, part: Part) -> list[nn.Module]:
-        """Return the transformer blocks of a part."""
+        """Return the transformer blocks of a part. The projector has none."""
         if part is Part.language:
             return list(find_blocks(self.language))
         return [block for stack in self.stacks() for block in stack] if part is Part.vision else []
@@ -245,7 +249,7 @@ class Whole(Architecture):
         found: list[str] = []
         for name, module in self.named_modules():
             own = {self.structure.part_of(inner) for inner, _ in module.named_parameters(prefix=name)}
-            if own == {part} and part_name(name, found) is None:
+            if own == {part} and part_name(name, found) is None:  # not inside of one that is found already
                 found.append(name)
         return [self.get_submodule(name) for name in found]
 
@@ -287,8 +291,8 @@ class Whole(Architecture):
 
     @property
     def needs_blank(self) -> bool:
-        """Whether a micro-batch without images needs a blank one: it does if a parameter trains that makes the
-        embeddings of images, which then has to run on every rank."""
+        """Whether a micro-batch without images needs a blank image: it does if parameters train that make the
+        embeddings of images. Such parameters must take part in the computation on every rank."""
         return any(
             p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
         )
@@ -312,15 +316,17 @@ class Whole(Architecture):
         raise AssertionError("the model is not divided into stages")
 
     def why_not(self, ability: Ability) -> str | None:
-        """Return the reason why the model cannot do what a key asks; None if it can."""
+        """Return the reason why the model cannot do what a configuration key asks; None if it can. `ability` is the
+        key."""
         assert self.parts.class_config is not None
         kind, others = self.parts.class_config.model_type, other_inputs(self.language)
+        # `others`: inputs of the language model that a Llama does not have, such as features of images for later layers
         if ability is Ability.tensor and others:
             return (
                 f"the language model of a {kind} gets {' and '.join(others)}, which it adds between its layers, where "
                 "each rank has some of the positions"
             )
-        # features of images can be divided if a mask says whose they are
+        # `parallel.context` divides tokens among ranks; features of images can be divided if a mask says whose they are
         if ability is Ability.context and others and not any("mask" in name for name in others):
             return f"the language model of a {kind} gets {' and '.join(others)}, which cannot be divided among ranks"
         if ability in SUPPORTED:
@@ -362,7 +368,8 @@ def explained_dtypes(kind: str) -> Iterator[None]:
 
 
 def named_parts(model: Whole) -> Mapping[str, NamedPart]:
-    """Return the parts of a model by the beginnings of their parameters' names (`Architecture.named_parts`)."""
+    """Return the parts of a model as users see them (title, and which learning rate they have), by the beginnings of
+    their parameters' names. Parts inside of other ones come first."""
     own = model.structure
     found = {name: NamedPart("projector", Part.projector) for name in own.projectors}
     found |= {name: NamedPart("vision tower", Part.vision) for name in own.towers}
@@ -378,8 +385,11 @@ def build_whole(
     and freeze what does not train.
 
     Args:
+        parts: folders and configurations of the model.
+        cfg: the section `model` of the configuration.
         compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows; None: the model accepts only padded rows.
+        label_loss: function that computes the sum of the losses of all labels of a micro-batch.
 
     Raises:
         ConfigError: the model cannot keep the samples of a packed row apart, or has no layers for adapters or

@@ -53,12 +53,19 @@ class ContextPlan:
 
 
 def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: int, tensor: int = 1) -> ContextPlan:
-    """Choose how the `size` ranks that share a row compute attention; `auto` is `ulysses` if they can divide the heads
-    evenly, else `gather`.
+    """Choose how the `size` ranks that share a row compute attention. `ulysses`: each rank computes all positions of
+    the row for some of the heads. `gather`: each rank computes its own positions with the keys of all. `auto` is
+    `ulysses` if the ranks can divide the heads evenly, else `gather`.
 
     Args:
+        how: the setting `parallel.context_how`.
+        language: configuration of the language model.
         index: number of this rank among those that share a row.
         tensor: number of ranks that each have some of the heads already (`parallel.tensor`).
+
+    Returns:
+        The plan, with the positions of a row that this rank has (`ContextCut`). With `gather` they are two chunks, an
+            early and a late one (`paired`), so that all ranks have about the same work.
 
     Raises:
         ConfigError: `ulysses` is asked for, and `size` does not divide the number of heads.
@@ -89,8 +96,10 @@ def share_attention(
     in validation) are still computed by one rank.
 
     Args:
-        exchange: all-to-all on [ranks, ...], as `exchange_in` returns it.
-        gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
+        kernel: the attention implementation for packed rows, which runs on what a rank computes.
+        plan: how the ranks share attention, `ulysses` or `gather`, and which positions of a row this rank has.
+        exchange: all-to-all on [ranks, ...], as `exchange_in` returns it; used by `ulysses`.
+        gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order; used by `gather`.
         name: name in transformers' AttentionInterface and AttentionMaskInterface, where it stays registered until the
             process ends.
     """
@@ -126,6 +135,7 @@ class Ulysses:
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
         form = row.form
         if form.sinks is not None:
+            # the sinks of the heads that this rank computes
             form = replace(form, sinks=form.sinks.chunk(self.size)[self.index])
         query, key, value = (self.to_heads(part) for part in (query, key, value))
         return self.to_positions(self.attend(module, query, key, value, replace(row, form=form)))
@@ -173,8 +183,8 @@ def row_chunks_of(row: Boundaries, cut: ContextCut) -> RowChunks:
 
 
 def row_chunk_of(row: Boundaries, begin: int, end: int) -> RowChunk:
-    """Return the chunk [begin, end) of a row's queries, with the keys that they attend to. The host does not wait for
-    the device."""
+    """Return the chunk [begin, end) of a row's queries, with the keys that they attend to: those from the beginning of
+    the chunk's first sample to the end of the chunk. The host does not wait for the device."""
     lengths = row.lengths.each
     ends = list(itertools.accumulate(lengths))
     i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1

@@ -28,8 +28,15 @@ def share_whole_rows(
     model: Architecture, kernel: Kernel, plan: ContextPlan, exchange: Collective, name: str = "llava_fsdp_context"
 ) -> None:
     """Make several ranks share each row of a model whose language model is called with whole rows: a hook replaces its
-    inputs by those of this rank's positions. The arguments are those of `share_attention`."""
-    share_attention(model.language, kernel, plan, exchange, torch.clone, name)  # `ulysses` gathers nothing
+    inputs by those of this rank's positions. Only for a plan with `ulysses`.
+
+    Args:
+        kernel: the attention implementation for packed rows.
+        plan: how the ranks share attention, and which positions of a row this rank has.
+        exchange: all-to-all on [ranks, ...].
+        name: name of the attention in transformers' AttentionInterface.
+    """
+    share_attention(model.language, kernel, plan, exchange, torch.clone, name)  # `ulysses` does not call its `gather`
     model.use_attention(name)
     model.language.register_forward_pre_hook(DivideInputs(plan.cut, model.token_keys), with_kwargs=True)
 
@@ -43,12 +50,12 @@ class DivideInputs:
         self.keys = keys
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of the language model for this rank's positions; unchanged if they have no packed
-        row."""
+        """Return the arguments of the language model for this rank's positions, and divide the hashes of tokens for
+        dropout (`keys`), in place. If the arguments have no packed row, they are returned unchanged."""
         if not has_boundaries(kwargs.get(MASK)):
             return args, kwargs
         tokens = kwargs["inputs_embeds"].shape[1]
-        ((begin, end),) = self.cut.chunks(tokens)
+        ((begin, end),) = self.cut.chunks(tokens)  # a rank has a single chunk
         if self.keys.language is not None:
             self.keys.language = self.keys.language[:, begin:end]
         return args, divided(kwargs, tokens, slice(begin, end))
@@ -60,6 +67,8 @@ def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any
     What an input is follows from its shape and dtype. Values of each token are [1, tokens, channels]; positions and
     types of tokens are ints, [..., tokens]. Features of the image tokens are floats, [image tokens, channels], also in
     lists or dicts; an input of bools is True at these tokens, [1, tokens] or [1, tokens, channels].
+
+    The attention mask (MASK) stays whole, because each rank computes all positions of its heads.
 
     Args:
         tokens: number of tokens of the row.

@@ -31,6 +31,7 @@ def check_rows(model: Architecture, parallel: ParallelConfig) -> None:
     if parallel.num_context == 1:
         return
     plan = plan_context(parallel.context_how, model.language_config, parallel.num_context, 0, parallel.tensor)
+    # a language model that gets whole rows and their boundaries in its attention mask can share only heads
     if plan.how is ContextHow.gather and model.attends_by_mask:
         raise ConfigError(
             f"parallel.context={parallel.context}: a {type(model.language).__name__} needs "
@@ -51,6 +52,6 @@ def share_rows(model: Architecture, parallelism: Parallelism) -> None:
         ranks, how = context.cut.size, context.how.value
         log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
     group = mesh.get_group("context")
-    if model.attends_by_mask:
+    if model.attends_by_mask:  # the language model gets whole rows, and their boundaries in its attention mask
         return share_whole_rows(model, model.kernel, context, exchange_in(group))
     share_attention(model.language, model.kernel, context, exchange_in(group), gather_in(group))

@@ -14,7 +14,13 @@ from llava_fsdp.runtime.text.log import log
 def log_useless_settings(
     sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None, is_first: bool
 ) -> None:
-    """Log a message for each setting of FSDP units that has no effect, on rank 0 as a warning."""
+    """Log a message for each setting of FSDP units that has no effect: on rank 0 as a warning, on others for debugging.
+
+    Args:
+        stacks: the model's lists of blocks, after `fully_shard` was applied.
+        shards: number of ranks that the weights are sharded over; None without FSDP.
+        is_first: whether this is rank 0.
+    """
     level = logging.WARNING if is_first else logging.DEBUG
     for message in useless_settings(sharding, stacks, shards):
         log().log(level, message)

@@ -114,7 +114,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
     """Return the frozen parameters of a model that FSDP must not shard: all of them or, if the sharding strategy shards
-    frozen weights, only those in some modules.
+    frozen weights, only those in the modules `whole`.
 
     Args:
         plan: the FSDP2 settings of the sharding strategy.
@@ -125,7 +125,9 @@ def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module])
 
 
 def placement_over(mesh: DeviceMesh, moments: MomentDType) -> Callable[[nn.Parameter], Shard]:
-    """Return FSDP's `shard_placement_fn` for a mesh: parameter -> dimension along which it is sharded.
+    """Return FSDP's `shard_placement_fn` for a mesh: parameter -> dimension along which it is sharded. That of a
+    trainable parameter also depends on `moments`: int8 moments have a scale for each block of values, and blocks must
+    not be divided.
 
     Args:
         mesh: the last dimension contains the ranks that shard.

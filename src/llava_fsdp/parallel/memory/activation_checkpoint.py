@@ -82,11 +82,13 @@ def apply_activation_checkpointing(
 def without_marks(
     contexts: Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of selective activation checkpointing, of the forward pass and of its repetition, so that
-    they do not see the profiler's marks.
+    """Return two contexts of selective activation checkpointing, for a block's forward pass and for its repetition in
+    the backward pass, that do not see the profiler's marks. `contexts` makes the two dispatch modes that record
+    operations.
 
-    torch ends the run if an operation runs more often in the repetition. FSDP sets a mark around each of its hooks, and
-    one more in the repetition for a unit within the block, which then is FSDP's root (`FSDP::root_pre_forward`).
+    torch ends the run if an operation runs more often in the repetition. FSDP sets a profiler's mark around each of its
+    hooks. For a unit within the block it sets one more in the repetition, where the unit is the root of FSDP
+    (`FSDP::root_pre_forward`).
     """
 
     @contextmanager
@@ -102,7 +104,7 @@ class Unmarked(TorchDispatchMode):
     """Dispatch mode that runs the profiler's marks, and hides them from the modes that were entered before it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation, and the profiler's marks outside of all dispatch modes."""
+        """Run an operation. Marks of the profiler run outside of all dispatch modes, so that no mode sees them."""
         if func.namespace == "profiler":
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))

@@ -27,6 +27,7 @@ class HostInputs:
     memory. A block's input is copied back to the device while the next block runs backward."""
 
     def __init__(self, device: torch.device):
+        """Offload the inputs of blocks from `device` to host memory. The stream for copies is created later."""
         self.device = device
         self.on_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -65,7 +66,13 @@ class OffloadedTensor:
     the host has finished, and made again for the backward pass."""
 
     def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: OffloadedTensor | None):
-        """Begin to copy a tensor to host memory. The backward pass needs the one offloaded `before` after this one."""
+        """Begin to copy a tensor to host memory.
+
+        Args:
+            owner: has the device and the stream for copies.
+            before: the tensor that was offloaded before this one, which the backward pass needs after this one; None
+                for the first.
+        """
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
         self.on_device: torch.Tensor | None = tensor
@@ -109,7 +116,7 @@ class OffloadedTensor:
 
     def restore(self) -> torch.Tensor:
         """Return this tensor on the device for the backward pass, and begin to copy back the one offloaded before it,
-        the input of the preceding block."""
+        the input of the preceding block. This object no longer holds the tensor on the device."""
         self.fetch()
         self.wait()
         tensor, self.on_device = self.on_device, None

@@ -75,7 +75,8 @@ class DynamicBlock(ActivationWrapper):
     """Wrapper around a block that recomputes it in the backward pass or keeps its activations."""
 
     def __init__(self, block: nn.Module, device: torch.device):
-        """Wrap a block. With the limit of 0 elements, at which it begins, every input is recomputed."""
+        """Wrap a block, which keeps or recomputes its activations. It begins with a limit of 0 elements, so that
+        activations are recomputed for every input."""
         super().__init__(block)
         self.device = device
         self.limit = Limit(0, 0)
@@ -87,8 +88,9 @@ class DynamicBlock(ActivationWrapper):
         """For each measured run: shape of the input, bytes kept, and a function that waits and returns the seconds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the activations if the input is within `limit`, else recompute them in the backward pass, and measure if
-        asked to."""
+        """Run the block. Keep the activations if the input is within `limit` (its number of elements, and the length of
+        its rows), else recompute them in the backward pass. If `measures` is set, the first run for a recomputation is
+        preceded by a measured one."""
         if self.limit.size:
             shape = input_of(args, kwargs).shape
             if shape.numel() <= self.limit.size and row_length(shape) <= self.limit.length:
@@ -96,7 +98,7 @@ class DynamicBlock(ActivationWrapper):
             self.had_larger |= torch.is_grad_enabled()
         if not self.measures:
             return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
-        is_forward = True
+        is_forward = True  # `checkpoint` calls `run` in the forward pass, and again in the backward pass
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_forward
@@ -132,7 +134,9 @@ class DynamicBlock(ActivationWrapper):
         self.runs.append((input_of(args, kwargs).shape, nbytes, read_seconds))
 
     def measured(self) -> Measured:
-        """Return the measurements, and forget them. Waits for the device."""
+        """Return the measurements of all runs, and forget them: the largest input and row length, the largest number of
+        bytes for each element of an input, and the shortest time for each element. All are 0 without a run. Waits for
+        the device."""
         runs = [
             (shape.numel(), row_length(shape), nbytes, read_seconds())
             for shape, nbytes, read_seconds in self.runs
@@ -166,9 +170,12 @@ class DynamicCheckpointing:
         """None until the choice is made."""
 
     def after_step(self, skipped: bool) -> None:
-        """Let the blocks measure in the first steps, and then choose which of them keep their activations. To be called
-        after each step. Collective. If the step was `skipped`, it did not update the weights, and optimizer states may
-        not exist yet."""
+        """Let the blocks measure in the steps FIRST to LAST, and then choose, equally on all ranks, which of them keep
+        their activations. Once that is chosen, only warn of larger inputs. To be called after each step. Collective.
+
+        `skipped` says that the step did not update the weights. Such steps do not count, because optimizer states may
+        not exist yet, and they take memory.
+        """
         if self.kept is not None:
             self.warn_of_larger()
             return
@@ -185,7 +192,8 @@ class DynamicCheckpointing:
             log().info("%s", describe(blocks, limits, room))
 
     def warn_of_larger(self) -> None:
-        """Warn once if blocks that keep their activations often have inputs larger than those that were measured."""
+        """Count a step in which blocks that keep their activations had inputs above their limits. Warn once, when
+        WARN_AFTER steps are counted."""
         larger = [block for block in self.blocks if block.had_larger]
         for block in larger:
             block.had_larger = False
@@ -210,8 +218,9 @@ class DynamicCheckpointing:
         return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the blocks that a checkpoint names keep their activations, if they were chosen on devices like those of
-        all ranks, and log it. Collective."""
+        """Make the blocks that a checkpoint names keep their activations, and log it. Do nothing if the blocks were
+        chosen on devices unlike those of all ranks: they are then measured and chosen again. `state` is a result of
+        `state()`. Collective."""
         if set(gathered(device_of(self.world))) != {state["device"]}:
             return
         self.keep(
@@ -224,9 +233,10 @@ class DynamicCheckpointing:
 
 
 def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
-    """Choose the blocks that keep their activations, and return for each the largest input for which it does, by its
-    number. They are those whose forward pass takes the longest for their bytes, as many as fit into `room` bytes. Among
-    equal blocks, later ones come first, because they keep their activations for a shorter time."""
+    """Choose the blocks that keep their activations. Return, by the block's number, the largest input for which it
+    does: SIZE_MARGIN times the largest one that was measured. Chosen are those whose forward pass takes the longest for
+    their bytes, as many as fit into `room` bytes. Among equal blocks, later ones come first, because they keep their
+    activations for a shorter time."""
     places = [number for number, block in enumerate(blocks) if block.size and block.nbytes]
     places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
     found = {}

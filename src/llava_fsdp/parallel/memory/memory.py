@@ -79,8 +79,9 @@ class Weight:
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, local: int) -> int:
-        """Return the bytes of both of Adam's moments of a shard of `local` elements. With int8 moments, these are whole
-        slices of dimension 0 or, if the parameter is sharded along dimension 1, whole blocks."""
+        """Return the bytes of both of Adam's moments of a shard of `local` elements. Int8 moments have a scale of 4
+        bytes for each block of BLOCK elements of a row (an index of dimension 0), also for the last, shorter block of a
+        row. A shard has whole rows or, if the parameter is sharded along dimension 1, whole blocks."""
         assert self.moments is not None
         if is_quantised(self.shape, self.moments):
             row = math.prod(self.shape[1:])
@@ -104,9 +105,15 @@ class Weight:
         return sharded_dimension(own, self.own_shards(shards), self.moments)
 
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of elements of this parameter on rank `rank` of the `shards` ranks over which FSDP shards
-        weights. With tensor parallelism each of these stands for `tensor` ranks, and the first of them is meant. FSDP
-        splits dimension 0 like `torch.chunk`, dimension 1 evenly."""
+        """Return the number of elements of this parameter that a rank holds. FSDP splits dimension 0 like
+        `torch.chunk`, dimension 1 evenly.
+
+        Args:
+            shards: number of ranks over which FSDP shards weights.
+            rank: number of the rank among them. For experts under tensor parallelism, each of these numbers stands for
+                `tensor` ranks, and the result is that of the first of them.
+        """
+        # over how many ranks this parameter is sharded, and the number of the rank among them
         own, place = self.own_shards(shards), rank * self.tensor // self.sharers
         if own == 1 or self.dimension(shards) == 1:
             return self.gathered // own
@@ -135,8 +142,13 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | 
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:
-    """Return the part of every parameter that rank `index` of `size` has under tensor parallelism, by name. `plan`:
-    name of a module or of a parameter -> how it is divided; every rank has the whole of those that it does not name."""
+    """Return the part of every parameter that rank `index` of `size` has under tensor parallelism, by name.
+
+    Args:
+        plan: name of a module or of a parameter -> how it is divided: `ROWWISE` and `ROWWISE_SPLIT` divide the columns
+            of a weight, and leave a bias whole; `SUMMED` leaves parameters whole; all others divide rows. What it does
+            not name is whole on every rank.
+    """
     found = {}
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
@@ -219,9 +231,10 @@ def bytes_per_rank(
         )
         return Bytes(parameters, masters, moments, parameters, masters)
     gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.gathered for w in trainable)
-    gradients_between = {
+    gradients_between = {  # by when gradients are reduced: in every micro-batch, or in the last one of a step
         Sync.EVERY_MICRO_BATCH: masters,
         Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.gathered for w in trainable),
+        # sharded in every micro-batch, and reduced over the replicas in the last one
         Sync.SCATTER_EVERY_REDUCE_LAST: sum(w.reduce_size(precision) * w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
     return Bytes(parameters, masters, moments, parameters + gathered, gradients_between)

@@ -76,7 +76,8 @@ class Offload:
     """Places this rank's parameters, gradients and moments where the setting `offload` says."""
 
     def __init__(self, cfg: Config, device: torch.device):
-        """Read the setting. Memory is reserved by `materialize` and `optimizer`."""
+        """Read from the configuration what is offloaded from `device`, and where to. Memory is reserved later, by
+        `materialize` and `optimizer`."""
         self.mode = cfg.offload.mode
         self.device = device
         self.pin = device.type == "cuda"
@@ -256,7 +257,7 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_if_useless(cfg: Config, device: torch.device) -> None:
-    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine."""
+    """Log a warning if the setting `offload` saves no memory on this machine. To be called on rank 0."""
     text = describe_offload(cfg, device)
     if "saves nothing" in text:
         log().warning("offload=%s", text)

@@ -21,7 +21,7 @@ class DeviceStaging:
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
         """Prepare to copy the moments of `optimizer`, which are in host memory, to `device`, that of its parameters,
-        and back."""
+        and back. They are copied a bucket at a time: the moments of some pieces of parameters."""
         self.optimizer = optimizer
         self.device = device
         self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)
@@ -126,12 +126,12 @@ class FileStaging:
     """Updates moments in memory-mapped files: while one bucket is updated, a thread reads the next one from disk."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """Take an optimizer whose moments are in a mapped file. `others` are the mapped files of parameters and
-        gradients, which are read ahead and released, too."""
+        """Prepare to update an optimizer's moments, which are in a mapped file, a bucket at a time. `others` are the
+        mapped files of parameters and gradients, which are read ahead and released, too."""
         self.optimizer = optimizer
         self.arenas = [optimizer.arena, *others]
         self.thread = ThreadPoolExecutor(1, "offload")
-        self.ahead: Future[None] | None = None
+        self.ahead: Future[None] | None = None  # the reading of the next bucket; None outside of a step
 
     def begin(self) -> None:
         self.ahead = self.thread.submit(self.each, 0, Arena.fetch)

@@ -37,8 +37,8 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece, elements [begin, end), of this rank's flattened shard of a gradient or moment,
-        which is sharded like the parameter."""
+        """Return a view of this piece, elements [begin, end), of this rank's flattened shard of a tensor: the
+        parameter, its gradient or a moment, which are sharded alike."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]
@@ -99,7 +99,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         make_staging: Callable[["StreamedOptimizer"], Staging],
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        """Allocate all moments, as zeros, and divide them into buckets of at most `bucket_bytes` bytes."""
+        """Allocate all moments, as zeros, and divide them into buckets of at most `bucket_bytes` bytes, which are
+        updated one at a time.
+
+        Args:
+            inner: the optimizer that updates a bucket; it has no state yet.
+            make_arena: allocates so many bytes for all moments.
+            make_staging: creates the object that makes the moments available for updates.
+        """
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         specs = {p.dtype: probe(inner, local(p)) for group in self.param_groups for p in group["params"]}

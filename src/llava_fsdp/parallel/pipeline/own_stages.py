@@ -32,7 +32,14 @@ class OwnStages:
     """The stages of a model that this rank has."""
 
     def __init__(self, model: Architecture, plan: StagePlan, place: Place):
-        """Take the plan by which a whole model on the meta device is divided. `place`: which stages this rank has."""
+        """Keep how a whole model, which is on the meta device, is divided into stages. The stages themselves are made
+        by `of`.
+
+        Args:
+            model: the whole model. The names of its language model's children are read.
+            plan: which blocks each stage has.
+            place: which stages this rank has.
+        """
         self.plan = plan
         self.place = place
         children = children_of(model.language)
@@ -53,7 +60,7 @@ class OwnStages:
         remove_others(model, self.children, blocks, has_first, has_last)
 
     def of(self, model: Architecture) -> list[nn.Module]:
-        """Return this rank's stages as modules, which share the modules of the model."""
+        """Return this rank's stages as modules, which share the modules of the model. They are also kept as `roots`."""
         last = self.place.stages - 1
         self.roots = [
             stage_of(model, self.children, self.plan.blocks[number], number == 0, number == last)
@@ -78,7 +85,7 @@ def plan_own_stages(
 
 def trained_elsewhere(pipeline: Pipeline, masters: MasterWeights) -> dict[str, Elsewhere]:
     """Return the trained parameters that this rank does not have, by name, with the number of the group of ranks that
-    has each. Collective: all ranks must call it."""
+    has each. Ranks with the same stages are a group. Collective: all ranks must call it."""
     index = pipeline.place.index
     own = {name: Elsewhere(index, p.dtype, tuple(p.shape)) for name, p in masters.named.items()}
     found = gather_lists([own if pipeline.equal_ranks[0] == 0 else {}])  # one rank of each group tells its parameters

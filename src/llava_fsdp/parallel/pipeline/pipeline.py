@@ -31,9 +31,10 @@ class ForwardWork(Protocol):
     """What the stages of a rank compute in a forward pass."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run a stage on a micro-batch, and return its output: hidden states, or the loss of the last stage.
+        """Run a stage on a micro-batch, and return its output: hidden states or, from the last stage, the loss.
 
         Args:
+            stage: the stage's part of the model.
             number: number of the micro-batch.
             hidden: output of the stage before; None for the first stage.
         """
@@ -202,8 +203,9 @@ class Pass:
 
 
 def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a step in the order in which the ranks of group `index` run them: that of the schedule 1F1B
-    or, if each rank has several stages, of interleaved 1F1B."""
+    """Return the forward and backward passes of a step in the order in which ranks with the same stages run them: that
+    of the schedule 1F1B or, if each rank has several stages, of interleaved 1F1B. `index`: number of the group of these
+    ranks; it has stage `index` and, if there are several, each `parallel.pipeline`-th one after that."""
     if parallel.stages_per_rank == 1:
         # forward passes before the first backward pass: one for each stage from this one on
         ahead = min(micro_batches, parallel.pipeline - index)
@@ -280,8 +282,12 @@ class Pipeline:
         return self.schedules[micro_batches]
 
     def run(self, work: StageWork, shapes: Sequence[tuple[int, int]]) -> None:
-        """Run the forward and backward passes of a step, with `work` for the stages of this rank. Collective: all ranks
-        must call it. `shapes`: [rows, length] of each micro-batch, the same on all ranks of the group."""
+        """Run the forward and backward passes of a step. Collective: all ranks must call it.
+
+        Args:
+            work: computes the passes of this rank's stages.
+            shapes: [rows, length] of each micro-batch, the same on all ranks that process the same rows.
+        """
         for stage in self.stages:
             stage.begin_step(work, shapes)
         # the keyword arguments of `forward_maybe_with_nosync` for each micro-batch; targets and losses are not used
@@ -321,8 +327,8 @@ class Pipeline:
         return [item for of_rank in values for item in of_rank]
 
     def on_rank_0(self, value: torch.Tensor | None, elsewhere: GroupTensor | None) -> torch.Tensor:
-        """Send a tensor that the ranks of one group have to rank 0, and return it there; the result on other ranks is
-        not used. All ranks must call this.
+        """Send a tensor to rank 0 from a rank that has it, and return it there; the result on other ranks is not used.
+        Ranks with the same stages are a group, and all ranks of one group have the tensor. All ranks must call this.
 
         Args:
             value: the tensor; None on ranks that do not have it.

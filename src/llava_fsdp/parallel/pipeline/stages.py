@@ -31,8 +31,8 @@ class Passed(nn.Module):
     """Takes the place of a module that another stage runs; returns its first argument."""
 
     def __init__(self, replaced: nn.Module, calls: list[str] | None = None, name: str = ""):
-        """Create the replacement of a module that another stage runs. At each call `name` is added to the list `calls`,
-        if that is given."""
+        """Create the replacement of a module that another stage runs; it returns its first argument. At each call
+        `name` is added to the list `calls`, if that is given."""
         super().__init__()
         self.calls, self.name = calls, name
         if hasattr(replaced, "attention_type"):  # some models read it from their blocks
@@ -63,9 +63,11 @@ class StagePlan:
 
 
 def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stages: int, tensor: int = 1) -> StagePlan:
-    """Divide the blocks of a model, which is on the meta device, among stages of about equal cost.
+    """Divide the blocks of a model, which is on the meta device, among stages of about equal cost. The cost of the
+    vision tower is added to the first stage, and that of the loss to the last.
 
     Args:
+        flops: FLOPs of the model for each token, pair of tokens, label and tile.
         counts: number of tokens, pairs of tokens that attend, labels and tiles of typical samples.
         tensor: number of ranks that compute each layer of the language model together; each computes the whole tower.
 

@@ -63,8 +63,8 @@ class Int8Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, padded_to: int) -> torch.Tensor:
-        """Return `x` (tokens, in) times the transpose of `weight` (out, in), cast to int8 and padded for the
-        product."""
+        """Return `x` (tokens, in) times the transpose of `weight` (out, in). Both are cast to int8. `x` is padded with
+        zeros to a multiple of `padded_to` tokens for the product."""
         ctx.save_for_backward(x, weight)
         ctx.padded_to = padded_to
         return int8_product(padded(x, padded_to), weight.T)[: len(x)]
@@ -101,7 +101,8 @@ class Int8Linear(nn.Linear):
     """The input is padded with zeros to a multiple of this many tokens."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the layer in int8, [..., in] -> [..., out]. A single token is multiplied in the weight's dtype."""
+        """Apply the layer in int8, [..., in] -> [..., out]. A single token is multiplied in the weight's dtype, because
+        padding it would cost more than the product."""
         tokens = input.numel() // self.in_features
         if tokens == 1:
             return super().forward(input)

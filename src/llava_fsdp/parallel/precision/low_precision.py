@@ -9,7 +9,8 @@ from llava_fsdp.parallel.precision.int8_mixed import PADDED_TO, multiply_in_int8
 
 
 def multiply_in(kind: LinearKind, blocks: nn.ModuleList, sharded: bool, device: torch.device) -> None:
-    """Replace linear layers of blocks on the meta device, in place, by layers that multiply as `precision.linear` says.
+    """Replace linear layers of blocks on the meta device, in place, by layers that multiply as `precision.linear`
+    (`kind`) says: in fp8 or int8. With `same` nothing is replaced.
 
     Args:
         sharded: whether FSDP is used.

@@ -105,6 +105,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
         stored = [StoredMoment(state, name, self.conversions) for name in MOMENTS]
+        # where this rank's shard begins: ranks with different shards draw different numbers, and replicas the same
         place = [local_rows(parameter)[0], *(local_columns(parameter) or ())]
         generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *place))
         steps = torch.full((), float(step), device=weights.device)
@@ -162,7 +163,7 @@ class StoredMoment:
         self.from_codes, self.into_codes = conversions
         self.values = as_rows(state[name])
         self.scales = local(state[name + SCALE]) if name + SCALE in state else None
-        signed = name == MOMENTS[0]
+        signed = name == MOMENTS[0]  # the second moment is a mean of squares
         quantised = self.scales is not None
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
@@ -174,7 +175,7 @@ class StoredMoment:
         return self.from_codes(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
-        """Store fp32 values, which are overwritten, as `rows` of the moment. Stochastic rounding to bf16 draws from
+        """Store fp32 values as `rows` of the moment. They may be overwritten. Stochastic rounding to bf16 draws from
         `generator`."""
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
@@ -215,7 +216,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks] of
+    """Quantize fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks] of
     `BLOCK` elements. The scale of a block is its largest magnitude. The code of a value is the index in `map_`
     (`dynamic_map`, float32 [256]) of the entry that is nearest to value / scale."""
     blocks = into_blocks(value)
@@ -226,15 +227,17 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def requantise(value: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> None:
-    """Quantise fp32 values as `quantise` does, and overwrite `codes` and `scales` with the result."""
+    """Quantize fp32 values in blocks, each with a scale, and overwrite `codes` and `scales` with the result. `map_` has
+    the value that each code stands for (`dynamic_map`)."""
     new_codes, new_scales = quantise(value, map_)
     codes.copy_(new_codes)
     scales.copy_(new_scales)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Convert codes and scales of `quantise` back to float32 values of the codes' shape. The result is contiguous,
-    because the fused AdamW kernel updates it in place."""
+    """Convert uint8 codes [rows, ...] and the scales of their blocks [rows, blocks] back to float32 values of the
+    codes' shape. `map_` has the value that each code stands for (`dynamic_map`). The result is contiguous, because the
+    fused AdamW kernel updates it in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 

@@ -16,7 +16,7 @@ MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
 
 def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
     """Cast every parameter of a meta-device model to the dtype in which it is stored. To be called before layers are
-    divided among ranks (`cut_model`): the local tensor of a DTensor keeps its dtype.
+    divided among ranks (`divide_layers`): the local tensor of a DTensor keeps its dtype.
 
     Frozen weights are stored in the compute dtype, because FSDP does not cast parameters that it ignores. Trainable
     weights are stored in the master dtype with FSDP (`sharded`); without FSDP they are stored in the compute dtype, and
@@ -137,8 +137,8 @@ gradients, and it knows that their sizes are multiples of what a GPU loads at on
 
 
 def gradient_adder(compiled: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return a function that adds a gradient in 16 bits to a sum in float32, in place. One kernel casts and adds: bit
-    for bit a cast gradient added, without the memory and the traffic of the cast.
+    """Return a function that adds a gradient in 16 bits to a sum in float32, in place. One kernel casts and adds,
+    without the memory and the traffic of a cast copy. The result has the same bits as with such a copy.
 
     torch's own kernel for two dtypes does not use the whole bandwidth of a GPU: the gradients of a 7B model took 25 ms
     on an H200, where 17 ms are possible, and they are added in every micro-batch. If `compiled`, torch.compile makes

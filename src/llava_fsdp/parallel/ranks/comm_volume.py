@@ -64,7 +64,8 @@ class CollectiveBytes(TorchDispatchMode):
         return self.traffic.moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation; if it is a collective, add its bytes. Fails on collectives that are not in the table."""
+        """Run an operation; if it is a collective, add its bytes. Fails on collectives that are not in the table
+        COLLECTIVES."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor's operations come here again with plain tensors
         result = func(*args, **(kwargs or {}))

@@ -72,6 +72,7 @@ class SimulatedScatter(Allocating, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Copy this rank's part of its own gradients, [ranks * part], into the output, and count the bytes."""
+        """Copy this rank's part of its own gradients, [ranks * part], into the output, without adding those of other
+        ranks, and count the bytes."""
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
         self.traffic.add("reduce_scatter", input_tensor.nbytes, group.size())

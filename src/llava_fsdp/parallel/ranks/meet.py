@@ -34,8 +34,8 @@ CURE = (
 
 
 def meet(rank: int, size: int, until: float) -> dist.Store:
-    """Wait, at most until the time `until` (of `time.monotonic`), for all ranks of a run to come to a common store, and
-    return the store. Its keys have a prefix that is new after every restart, because torchrun's store outlives a
+    """Wait until all ranks of a run have come to a common store, at most until the time `until` (of `time.monotonic`),
+    and return the store. Its keys have a prefix that is new after every restart, because torchrun's store outlives a
     restart and contains the addresses of dead ranks (pytorch#135712).
 
     In torchrun's store the prefix is the number of restarts; a store that rank 0 opens is new at every start. Each node
@@ -47,7 +47,7 @@ def meet(rank: int, size: int, until: float) -> dist.Store:
             rank, or ranks disagree about the number of ranks.
         ConfigError: MASTER_ADDR or MASTER_PORT is not set, or is not an address.
     """
-    shared = uses_agent_store()
+    shared = uses_agent_store()  # whether the store is torchrun's
     store = open_store(rank, until) if size > 1 else dist.HashStore()
     store = dist.PrefixStore(f"attempt_{attempt() if shared else 'new'}", store)
     if size > 1:
@@ -77,7 +77,7 @@ def open_store(rank: int, until: float) -> dist.Store:
     where = f"{host}:{port}"
     is_server = rank == 0 and not uses_agent_store()
     listener = None
-    try:
+    try:  # opened here, and not by TCPStore, for a clear error if the port is in use
         if is_server:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
@@ -124,8 +124,10 @@ def await_port(host: str, port: int, rank: int, until: float) -> None:
 
 
 def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None:
-    """Write into the store that this rank has come, and wait until all ranks have, or the time `until`. The first rank
-    that knows the outcome writes it as `verdict`: `MET`, or the number of the rank at fault and a message.
+    """Write into the store that this rank has come, and wait until all ranks have come, or until the time `until`. The
+    first rank that knows the outcome writes it under the key `verdict`: `MET` if all have come, else the number of the
+    rank at fault and a message (`conclude`). While it waits, the lowest rank that has come logs now and then which
+    ranks are missing.
 
     Raises:
         CommunicationError: a rank has not come in time, two processes have the same rank, or ranks disagree about the
@@ -141,7 +143,7 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
             conclude(store, f"{rank} {differ}; {CURE}")
         if holder != own:
             conclude(store, f"{rank} two processes have the same rank: {holder} and {own}; give each its own RANK")
-        if store.add("come", 1) == size:
+        if store.add("come", 1) == size:  # this rank is the last one to come
             conclude(store, MET)
         told = time.monotonic()
         while not store.check(["verdict"]):

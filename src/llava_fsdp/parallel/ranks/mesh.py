@@ -141,7 +141,7 @@ def num_collectives(meshes: Meshes, device: torch.device) -> Callable[[], int]:
     from torch's flight recorder (`record_collectives` turns it on); without one, enqueued collectives are counted.
     """
     if not dist.is_initialized():
-        return int
+        return int  # a function that returns 0
     groups = groups_of(meshes if meshes.pipeline is None else Meshes())
     dump = getattr(c10d, "_dump_nccl_trace_json", None) if device.type == "cuda" else None
 
@@ -165,7 +165,8 @@ def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
 
 
 def set_timeout(meshes: Meshes, seconds: int) -> None:
-    """Set the timeout of all process groups to `seconds`: for the default group and those of the meshes."""
+    """Set the timeout of all process groups to `seconds`: for the default group and those of the meshes. Do nothing
+    without a process group, or with a simulated one."""
     is_real = dist.is_initialized() and dist.get_backend() != "fake"
     for group in groups_of(meshes) if is_real else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -223,6 +224,7 @@ def join(world: World, timeout_seconds: int) -> None:
             log().warning(
                 "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
             )
+    # ends before the limit, so that the error about late ranks comes before torch's own
     until = time.monotonic() + timeout_seconds - seconds_before_limit(timeout_seconds)
     store = meet(world.rank, world.size, until)
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():

@@ -77,8 +77,8 @@ class RankLayout:
 
     def row_group(self, rank: int) -> Share:
         """Return the number of a rank's group among the groups that process different rows, and the number of these
-        groups. A group has `parallel.context` times `parallel.tensor` consecutive ranks in each of the
-        `parallel.pipeline` equal parts of all ranks.
+        groups. The ranks of a group process the same rows: `parallel.context` times `parallel.tensor` consecutive ranks
+        with the same stages of the model, and the ranks at the same places among those with other stages.
 
         Raises:
             ConfigError: `parallel.context`, `parallel.tensor` or `parallel.pipeline` does not divide the number of
@@ -124,8 +124,8 @@ class RankLayout:
 
     def num_groups(self, shape: tuple[int, int]) -> int:
         """Return how many process groups of several ranks each rank belongs to, with the meshes of a training: that of
-        all ranks, and one for each dimension that has several ranks, but not all. 0 for a single rank. `shape`:
-        (replicate, shard) sizes of the mesh of ranks that have the same parts of layers."""
+        all ranks, and one for each dimension of a mesh that has several ranks, but not all; 0 for a single rank.
+        `shape`: (replicate, shard) sizes of the mesh of ranks that have the same parts of layers."""
         parallel = self.parallel
         sizes = [*shape, parallel.tensor]
         if parallel.num_context > 1:

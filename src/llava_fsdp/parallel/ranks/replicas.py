@@ -42,8 +42,8 @@ def shared_tensors(
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of the shard that this rank holds of sharded tensors; 0 if none of them is sharded. Ranks with
-    the same number are replicas of each other."""
+    """Return the number of the shard that this rank holds of sharded tensors, all of which are sharded alike; 0 if none
+    of them is sharded. Ranks with the same number are replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -202,13 +202,18 @@ def sharded_norm(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) 
 
 
 def same_on_every_rank(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) -> torch.Tensor:
-    """Return the norm of several sharded gradients together (`sharded_norm`), with the same bits on all ranks.
-    Collective.
+    """Return the norm of several sharded gradients together, float32 [], with the same bits on all ranks. Collective.
 
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.
+
+    Args:
+        norms: for each gradient the norm of this rank's shard, float32 [gradients].
+        mesh: the mesh of the ranks that hold these gradients.
+        sharded: dimensions of the mesh over which the gradients are sharded.
     """
     value = sharded_norm(norms, mesh, sharded)
+    # there may be replicas: along another dimension of the mesh, or in another mesh
     if sum(size > 1 for size in mesh.shape) > 1 or mesh.size() < dist.get_world_size():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value
