@@ -32,12 +32,12 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "run": state.run,
         "step": state.step,
         "samples": state.samples,
-        "skipped": state.skipped,
-        "consecutive": state.consecutive,
+        "skipped": state.skipped,  # number of steps without an update, because loss or gradients were not finite
+        "consecutive": state.consecutive,  # those since the last update
         "seed": cfg.seed,
         "scaler": state.scaler.state() if state.scaler is not None else None,
         "dynamic": state.dynamic.state() if state.dynamic is not None else None,
-        "broken": sorted(state.loader.broken),
+        "broken": sorted(state.loader.broken),  # records that could not be read
         "fingerprints": dict(state.fingerprints),
         "trainable": state.trained,
         "versions": {"llava_fsdp": __version__, "torch": torch.__version__},

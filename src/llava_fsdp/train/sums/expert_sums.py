@@ -26,7 +26,9 @@ class ExpertSums:
         """Begin a step.
 
         Args:
-            outputs: keeps what the routers return; None: the model has no routers, or they are not watched.
+            outputs: keeps what the routers return, one router for each layer with experts; None: the model has no
+                routers, or they are not watched.
+            facts: has the number of tokens of the step on all ranks.
             coefficient: factor of the load-balance loss in the trained loss (`model.balance_loss`).
         """
         assert outputs is None or outputs.with_gradients is (coefficient > 0), "the loss would have no gradient"
@@ -65,8 +67,10 @@ class ExpertSums:
         return hidden if balance is None else WithLoss.apply(hidden, balance * scale)
 
     def add_balance(self, micro: MicroBatch, kept: list[RouterOutput]) -> torch.Tensor | None:
-        """Add the outputs of routers to the sums, and empty `kept`. Return the load-balance loss times its coefficient,
-        float32 []; None if it is not trained."""
+        """Add the outputs of routers in one forward pass to the sums, and empty `kept`, the list of these outputs.
+        Return the load-balance loss times its coefficient, float32 []; None if it is not trained. If each rank
+        processes other positions of a row (`positions`), the loss needs the loads of the whole row, which are summed
+        over these ranks."""
         assert self.outputs is not None
         is_trained = self.coefficient > 0 and bool(kept)
         lengths = micro.sample_lengths
@@ -92,8 +96,11 @@ class ExpertSums:
         """Return the sums of a step over all ranks. A collective if there are routers.
 
         Returns:
-            (The numbers of `ExpertLoad`, float32 [3], or [0] without routers; the load of each expert: number of
-            (token, choice) pairs, float32 [layers, experts], or None.)
+            (The numbers of `ExpertLoad`, float32 [3]: load-balance loss, largest load relative to an equal share, share
+            of idle
+            experts; [0] without routers. The load of each expert: number of (token, choice) pairs, float32 [layers,
+            experts]; None
+            without routers.)
         """
         if self.outputs is None:
             return torch.zeros(0), None
