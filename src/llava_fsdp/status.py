@@ -37,7 +37,7 @@ def newest_step(output_dir: Path) -> int:
 
 def main() -> None:
     """Print how a run ended, and exit with its exit code; with --saved, print the step of its newest checkpoint. The
-    command line names the run's folder, or has the arguments with which it was started."""
+    command line names the run's folder, or has the arguments with which the run was started."""
     setup_logging()
     if sys.argv[1:2] in (["--help"], ["-h"]):
         print(__doc__)

@@ -86,7 +86,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
             log().warning(
                 "%s/%s is of an earlier step than its adapter; export.merge=true writes it anew", cfg.output_dir, EXPORT
             )
-        return Path(cfg.output_dir) / FOLDER
+        return Path(cfg.output_dir) / FOLDER  # that of the adapter
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")
     log().info(
@@ -249,6 +249,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     """
     failing = f"{staged} was written, but cannot be read back"
     model = plain_model(state)
+    # a micro-batch of two samples, the sizes of its images, and the positions at which logits are compared
     probe, sizes = state.loader.steps.probe()
     micro = comparable(model, probe)
     live_values, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)

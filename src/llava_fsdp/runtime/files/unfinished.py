@@ -73,7 +73,7 @@ def why_no_export(folder: Path) -> str:
     step = status.get("step")
     step = saved if step is None else step
     again = "run its command again, which continues it and writes its export at the end"
-    if held_by(folder) is not None:
+    if held_by(folder) is not None:  # a process has locked the folder
         return "is a run that is under way; wait until it has finished"
     if is_without_end(status):
         return f"is a run that was killed after step {saved}: {again}"

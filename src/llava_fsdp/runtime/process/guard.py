@@ -71,8 +71,8 @@ class RankGuard:
 
 def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> None:
     """Run the guard's process: read a rank's signs of life from stdin until the rank ends or closes it, and kill the
-    rank if the next sign does not come in time. Each sign says how many seconds this is. From `GRACE` seconds after the
-    end of another rank of this machine, it is at most `SILENT` seconds.
+    rank if it hangs. Each sign is the number of seconds within which the next one must come. From `GRACE` seconds after
+    the end of another rank of this machine, more than `SILENT` seconds without a sign are too long.
 
     Args:
         folder: the run's folder, in which the reason is recorded.
@@ -135,6 +135,7 @@ def kill_rank(folder: Path, rank: int, pidfd: int, lost_peer: str, silent_second
     try:
         if first_failure(folder) is None:
             write_ending(
+                # the last argument is the culprit: this rank, unless another one has ended before
                 folder, Outcome(ENDINGS["communication"], lost_peer or reason, {} if lost_peer else {"rank": rank})
             )
         print(f"error: {lost_peer + '; ' if lost_peer else ''}{reason}; it is killed", file=sys.stderr, flush=True)

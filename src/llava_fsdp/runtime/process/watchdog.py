@@ -151,7 +151,7 @@ class Watchdog:
         self.count = 0
         """Number of heartbeats written."""
         self.place: tuple[int, int, int] = (0, 0, 0)
-        """Progress at the last heartbeat, as in `Beat.place`."""
+        """Progress at the last heartbeat: (finished steps, number of the phase, started collectives)."""
         self.progress_at = time.monotonic()
         """Time of the last progress, by the monotonic clock."""
         self.warned_at = 0.0
@@ -407,7 +407,7 @@ class Watchdog:
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
             self.end(Outcome(ENDINGS["communication"], reason, {"rank": rank, "host": socket.gethostname()}))
-        self.end_after_failure()
+        self.end_after_failure()  # reached only if a rank has reported, because `end` ends the process
 
     def write_beat(self) -> Beat:
         """Write a heartbeat, which tells what this rank is doing and how far it is, to the rank's file. Return it.

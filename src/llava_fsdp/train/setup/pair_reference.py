@@ -124,8 +124,16 @@ def open_reference(
     state: TrainState, reference: ReferenceFile, resumed: bool, progress: Callable[[], None]
 ) -> torch.Tensor:
     """Return the log-probabilities in a file of the chosen and the rejected answer of each sample, float32 [samples,
-    2], on the device. At the start of a run, those that the file lacks are computed. Arguments and errors are those of
-    `open_references`. Collective."""
+    2], on the device. At the start of a run, those that the file lacks are computed. Collective.
+
+    Args:
+        reference: the file, and the samples that it is about.
+        resumed: whether the weights are those of a checkpoint, so that nothing can be computed.
+        progress: called before each batch.
+
+    Raises:
+        CheckpointError: the file is missing in a run that continues, or is of other weights, data or another run.
+    """
     path, loader = reference.path, reference.loader
     stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
     run = on_first_rank(lambda: state.run, "")

@@ -53,6 +53,7 @@ class ExpertSums:
         pass."""
         if self.outputs is None:
             return loss
+        # whether this rank has the routers of all layers; otherwise others are in stages on other ranks
         is_whole = len(self.outputs.routers) == self.outputs.count
         assert not is_whole or len(kept) == self.outputs.count, "each router runs once in a forward pass"
         balance = self.add_balance(micro, kept)
@@ -97,10 +98,8 @@ class ExpertSums:
 
         Returns:
             (The numbers of `ExpertLoad`, float32 [3]: load-balance loss, largest load relative to an equal share, share
-            of idle
-            experts; [0] without routers. The load of each expert: number of (token, choice) pairs, float32 [layers,
-            experts]; None
-            without routers.)
+            of idle experts; of shape [0] without routers. The load of each expert: number of (token, choice) pairs,
+            float32 [layers, experts]; None without routers.)
         """
         if self.outputs is None:
             return torch.zeros(0), None
@@ -128,7 +127,8 @@ class WithLoss(torch.autograd.Function):
 
 
 def expert_load(numbers: list[float]) -> ExpertLoad | None:
-    """Return the numbers of `ExpertSums.summed`, read by the host; None without routers."""
+    """Return an ExpertLoad of the three numbers from `ExpertSums.summed`; None without routers, when there are no
+    numbers."""
     if not numbers:
         return None
     balance_loss, load_max, idle = numbers

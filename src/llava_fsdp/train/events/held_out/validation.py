@@ -147,7 +147,8 @@ class Validation(RunEvents):
             self.report(losses, answers, time.perf_counter() - began_at)
 
     def measure_losses(self) -> list[LossSum]:
-        """Return, for each data source, the sum of the losses over all its records and all ranks. Collective."""
+        """Return, for each data source, the sum of the losses over all its records and all ranks or, if samples are
+        pairs of a chosen and a rejected answer, the means over its pairs. Collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         label_counts, weights = ([0] * len(self.held_out.names) for _ in range(2))
         sums = torch.zeros(len(label_counts), dtype=torch.float64, device=loader.device)
