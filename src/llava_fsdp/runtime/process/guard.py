@@ -134,8 +134,8 @@ def kill_rank(folder: Path, rank: int, pidfd: int, lost_peer: str, silent_second
     reason += "launch of a kernel on the GPU, does not return"
     try:
         if first_failure(folder) is None:
+            # the last argument of Outcome is the culprit: this rank, unless another one has ended before
             write_ending(
-                # the last argument is the culprit: this rank, unless another one has ended before
                 folder, Outcome(ENDINGS["communication"], lost_peer or reason, {} if lost_peer else {"rank": rank})
             )
         print(f"error: {lost_peer + '; ' if lost_peer else ''}{reason}; it is killed", file=sys.stderr, flush=True)

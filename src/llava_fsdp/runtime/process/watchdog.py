@@ -222,12 +222,13 @@ class Watchdog:
         for end in self.pipe:
             os.set_blocking(end, False)
         try:
+            # the folders of heartbeats and of stack traces
             for name in (FOLDER, STACKS):  # readable only by the owner, because of stack traces and names of records
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.stacks = open_new(self.folder / STACKS / f"rank-{self.rank}.txt")
         except OSError as error:
             raise StorageError(f"output_dir={self.folder} cannot be written ({why(error, self.folder)})") from error
-        self.watcher = Watcher(self.folder, FROZEN)
+        self.watcher = Watcher(self.folder, FROZEN)  # reads the heartbeats of the other ranks
         self.handlers = {}
         if threading.current_thread() is threading.main_thread():
             self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
