@@ -37,7 +37,7 @@ def newest_step(output_dir: Path) -> int:
 
 def main() -> None:
     """Print how a run ended, and exit with its exit code; with --saved, print the step of its newest checkpoint. The
-    command line names the run's folder, or has the arguments with which it was started."""
+    command line names the run's folder, or has the arguments with which the run was started."""
     setup_logging()
     if sys.argv[1:2] in (["--help"], ["-h"]):
         print(__doc__)
@@ -83,9 +83,15 @@ def main() -> None:
 
 
 def log_other_start(path: Path, record: dict[str, Any]) -> None:
-    """Log what a run's status says about another start of the run than the one it describes: why a later start was
-    refused, because the run was finished; or how the previous start ended, if the latest one has not completed a step.
-    `path`: the status file; `record`: its content."""
+    """Log what a run's status says about a start of the run other than the one that it describes.
+
+    That is why a later start was refused, because the run was finished; or how the previous start ended, if the latest
+    one has not completed a step. The status of a finished run needs no previous start.
+
+    Args:
+        path: the status file.
+        record: its content.
+    """
     if isinstance(refused := record.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
     elif isinstance(before := record.get("before"), dict) and record["status"] != "done":

@@ -31,8 +31,9 @@ def attempt() -> int:
 
 def incarnation() -> str:
     """Return a text that identifies the current start of the ranks: the same on all ranks, different after each
-    restart. With several nodes it contains the port of torchrun's store, new for each restart (launch/multinode.sh),
-    because the nodes count restarts separately."""
+    restart. On a single node it contains the number of restarts, and without torchrun only the process id. With several
+    nodes it contains the port of torchrun's store, new for each restart (launch/multinode.sh), because the nodes count
+    restarts separately."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     start = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

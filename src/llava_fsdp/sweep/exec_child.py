@@ -13,8 +13,8 @@ from llava_fsdp.runtime.process.process_end import end_with
 
 
 def main() -> None:
-    """Replace this process by the command that follows the first argument. The command gets SIGTERM when the process
-    whose id is that argument ends."""
+    """Replace this process by a command, which gets SIGTERM when the starting process ends. The first argument is the
+    id of the starting process; the others are the command."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     end_with(int(sys.argv[1]), signal.SIGTERM)  # on SIGTERM, torchrun lets its ranks save a checkpoint

@@ -47,7 +47,7 @@ def list_devices(smi_output: str, visible: str | None) -> list[Device]:
         visible: value of CUDA_VISIBLE_DEVICES; None: not set.
     """
     gpus: list[str] = []
-    parts: dict[int, list[str]] = {}
+    parts: dict[int, list[str]] = {}  # UUIDs of the MIG instances of a GPU, by its index
     for line in smi_output.splitlines():
         if match := GPU_LINE.match(line):
             if match[2] == "GPU":
@@ -73,7 +73,8 @@ def devices_here() -> list[Device]:
 
 def check_devices(devices: list[Device], count: int) -> None:
     """Raise ConfigError if a training with `count` ranks needs more devices than there are, or several MIG instances,
-    between which ranks cannot communicate."""
+    between which ranks cannot communicate. Nothing is checked if `devices` is empty: they are unknown, or not
+    locked."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -90,9 +91,11 @@ def check_devices(devices: list[Device], count: int) -> None:
 def locking_devices(
     devices: list[Device], count: int, name: str, stop_level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
-    """Context manager that waits until `count` devices are free of other trainings, and locks them.
+    """Context manager that waits until `count` of `devices` are free of other trainings, and locks them.
 
     Args:
+        devices: the devices of this machine; empty if they are unknown or not to be locked.
+        count: number of devices that the training needs.
         name: name of the training, for log messages.
         stop_level: function that returns 0 while the sweep goes on, and more once the user has asked to stop it. Then
             waiting ends.

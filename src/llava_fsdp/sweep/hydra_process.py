@@ -23,13 +23,15 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 def main() -> None:
     """Run all trainings, write and print their results, and exit. The first two arguments in `sys.argv` are the path of
-    the stop file and the sweep's folder (empty for a single training); Hydra's arguments follow."""
+    the stop file, in which a request to stop the sweep is written, and the sweep's folder (empty for a single
+    training); Hydra's arguments follow."""
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
     stop.take_signals()
     jobs, succeeded, errors = run_jobs(stop)
     if folder:
+        # Hydra's launcher may have run jobs in other processes, which are not in `jobs`
         jobs = read_jobs(Path(folder))
         write_results(Path(folder), jobs)
         print_results(jobs)
@@ -75,8 +77,15 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
 
 def exit_as_jobs_ended(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
     """Exit with the exit code of the first job that failed; else with 75 if the sweep was stopped (the same command
-    continues it); else with another code if Hydra itself failed. Return if nothing failed. `succeeded`: whether Hydra
-    raised no error; `errors`: its error messages."""
+    continues it); else with another code if Hydra itself failed. Return if nothing failed.
+
+    Args:
+        jobs: the jobs that have run.
+        succeeded: whether Hydra raised no error.
+        was_stopped: whether the user has stopped the sweep.
+        errors: Hydra's error messages. Without a traceback, and before the first job, they are about a mistake of the
+            user.
+    """
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
         sys.exit(failed[0])

@@ -80,6 +80,7 @@ def read_jobs(folder: Path) -> list[Job]:
     jobs = []
     for path in job_files(folder):
         try:
+            # files of earlier versions lack these two entries
             fields = {"has_own_run": True, "last_steps": WINDOW, **read_object(path, JOB)}
             fields["numbers"] = Results(**require_kinds(fields.get("numbers"), kinds_of(Results)))
             job = Job(**require_kinds(fields, kinds_of(Job)))
@@ -151,8 +152,8 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record in `job` why it did not finish; also its results so far, if it took a step in the current start of the
-    sweep.
+    """Record in `job` why it did not finish. If it took a step in the current start of the sweep, or continues with the
+    next one (`has_own_run`), also record its results so far; otherwise its folder may have those of an earlier run.
 
     While the sweep stops (`is_stopping`), two kinds of jobs are recorded as stopped, so that they continue when the
     sweep is started again: those that had not begun, and those that ended with exit code 1, as they do if they are
@@ -170,15 +171,17 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
-    """Wait for free GPUs, and run a job on them with torchrun. `stop_level` returns more than 0 once the user has
-    stopped the sweep (see `run_torchrun`). Raises JobFailed if the training fails, or if the sweep was stopped before
-    it began."""
+    """Wait for free GPUs, and run a job on them with torchrun. With `launch.devices=own`, each job gets GPUs that no
+    other job uses; otherwise all jobs may use all GPUs, and nothing is locked. `stop_level` returns 0 while the sweep
+    goes on, 1 (save a checkpoint and end) or 2 (end at once) once the user has stopped it. Raises JobFailed if the
+    training fails, or if the sweep was stopped before it began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
     with locking_devices(devices, count, name, stop_level) as (devices_of_job, locks):
         if stop_level():
             raise JobFailed("stopped before it began")
+        # folders given with --config-dir
         folders = [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
         command = train_command(config, job.overrides, folder, folders)
         job.command, job.devices = shlex.join(command), [device.name for device in devices_of_job]

@@ -56,14 +56,14 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """Return the level of the request: 0 (go on), `SAVE` or `NOW`. Without a request it is `SAVE` if the process
-        that runs Hydra has ended."""
+        """Return the level of the request: 0 (go on), `SAVE` (save a checkpoint and end) or `NOW` (end at once). If
+        there is no stop file, it is `SAVE` if the process that runs Hydra has ended, else 0."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
 
     def raise_to(self, level: int) -> None:
-        """Write a level to the stop file, unless the request has it already, or a higher one."""
+        """Write a level, `SAVE` or `NOW`, to the stop file, unless the request already has this or a higher level."""
         if self.level() < level:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, str(level).encode())
@@ -92,6 +92,7 @@ def supervise(words: Sequence[str], stop: StopRequest) -> int:
         The module's exit code, or minus the number of the signal that killed it.
     """
     python = [sys.executable, "-P", "-m"]
+    # exec_child replaces itself by the module, which gets SIGTERM if this process ends
     start = [*python, "llava_fsdp.sweep.exec_child", str(os.getpid()), *python, *words]
     child = subprocess.Popen(start, start_new_session=True)
 

@@ -86,7 +86,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
             log().warning(
                 "%s/%s is of an earlier step than its adapter; export.merge=true writes it anew", cfg.output_dir, EXPORT
             )
-        return Path(cfg.output_dir) / FOLDER
+        return Path(cfg.output_dir) / FOLDER  # that of the adapter
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")
     log().info(
@@ -125,10 +125,10 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 
 def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
-    """Return the end of an error message about an export that was written into `staged` and refused, so that it does
-    not get its name `final`: where its files and the trained weights are, and the command that writes the export from
-    the last checkpoint without comparing it. The command has no `dtype` if it does not support that of
-    `export.dtype`."""
+    """Return the end of an error message about an export that was written into the folder `staged` and refused, so that
+    the folder does not get its name `final`. It says where the export's files and the trained weights are, and with
+    which command the last checkpoint is exported without a comparison. The command has no `dtype` if `llava-fsdp
+    export` does not know the value of `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
     words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced
@@ -220,7 +220,8 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
     """Return a whole parameter on the CPU of rank 0; the result on other ranks is not used. A trained parameter is
-    gathered from all ranks (collective); a frozen one is read from its source file."""
+    gathered from all ranks (collective), also if only ranks with other stages of the model have it (`state.elsewhere`).
+    A frozen parameter is read from its source file."""
     master = state.masters.named.get(name)
     full = whole(master) if master is not None else None
     if state.pipeline is not None and (full is not None or name in state.elsewhere):
@@ -248,6 +249,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     """
     failing = f"{staged} was written, but cannot be read back"
     model = plain_model(state)
+    # a micro-batch of two samples, the sizes of its images, and the positions at which logits are compared
     probe, sizes = state.loader.steps.probe()
     micro = comparable(model, probe)
     live_values, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
@@ -282,6 +284,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         gc.collect()
         theirs = logits_of_class(model, staged, batch, compute, sizes, rounded).cpu()
         found = distance(theirs, ours)
+        # the export's output layer contains the factor of the logits, by which it may be rounded once more
         head_is_rounded = folding_rounds(model.parts, DTYPES[cfg.export.stored])
         allowed = torch.bfloat16 if head_is_rounded else compute
         wrong = found.exceeds(allowed, has_experts(model))
@@ -336,13 +339,15 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def report_rounding(distance_of_rounding: Distance, cfg: Config) -> None:
-    """Log `distance_of_rounding`, how far rounding to `export.dtype` moves the logits of the trained model: as a
-    warning if much of what was trained is lost."""
+    """Log `distance_of_rounding`, how far rounding to `export.dtype` moves the logits of the trained model. It is a
+    warning if the probabilities of tokens change much (`kl`, a divergence) and training did not round in the same
+    way."""
     dtype = cfg.export.dtype.value
     text = (
         f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by "
         f"{distance_of_rounding}"
     )
+    # the dtype to which training itself rounds the weights; those with adapters it uses unrounded
     used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype
     if distance_of_rounding.kl > LARGEST_KL and used is not cfg.export.stored:
         log().warning(
@@ -369,8 +374,9 @@ def live_logits(state: TrainState, micro: MicroBatch) -> torch.Tensor:
 
 
 def used_dtypes(model: Architecture, cfg: Config) -> dict[str, torch.dtype]:
-    """Return the dtype to which training rounds each weight of a model without adapters before it is used. Weights that
-    adapters adapt are used unrounded: the adapters are added to the results of their layers."""
+    """Return the dtype to which training rounds each weight of a model without adapters before it is used: fp32 (no
+    rounding) for norms that are kept in fp32, and for all weights if the run has adapters, which are added to the
+    results of their layers."""
     norms = norm_weights(model, cfg.precision)
     used = torch.float32 if cfg.model.lora.enabled else DTYPES[cfg.precision.param_dtype]
     return {name: torch.float32 if parameter in norms else used for name, parameter in model.named_parameters()}
@@ -466,8 +472,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def adapter_in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None:
-    """Return what writes a folder with the LoRA adapters into each checkpoint, with its size; None on ranks other than
-    0, and without adapters. Collective."""
+    """Return an object that writes a folder with the LoRA adapters into each checkpoint, and knows the folder's size.
+    None on ranks other than 0, and without adapters. Collective."""
 
     if not cfg.model.lora.enabled:
         return None

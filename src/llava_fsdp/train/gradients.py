@@ -98,7 +98,8 @@ def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torc
 
 
 def reduction(gradient: torch.Tensor) -> Reduction | None:
-    """Return over which ranks a gradient is sharded, and so its norm is reduced; None if it is not a DTensor."""
+    """Return over which ranks a gradient is sharded, and so its norm is reduced: (mesh, those of its dimensions over
+    which the gradient is not replicated). None if it is not a DTensor."""
     if not isinstance(gradient, DTensor):
         return None
     return gradient.device_mesh, tuple(n for n, own in enumerate(gradient.placements) if not own.is_replicate())

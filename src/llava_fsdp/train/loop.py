@@ -72,8 +72,9 @@ def fit(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog | 
 
 @contextmanager
 def explained_step_errors(state: TrainState, watchdog: Watchdog) -> Iterator[None]:
-    """Context manager around the steps that explains errors of compilers and of data workers, which are raised
-    elsewhere."""
+    """Context manager around the steps that explains two kinds of errors. Those of torch.compile become CompileError,
+    or Stopped if a signal to stop has also ended the C++ compiler. A RuntimeError that is raised because a data worker
+    has died is replaced by an error that says why the worker died."""
     try:
         with explained_compiler_errors():
             yield
@@ -168,7 +169,7 @@ def update_or_skip(state: TrainState, is_finite: bool) -> None:
     if is_finite:
         with part("optimizer"):
             state.optimizer.step()
-            state.masters.refresh()
+            state.masters.refresh()  # updates the parameters that are copies of master weights in another dtype
         state.consecutive = 0
     else:
         state.skipped += 1

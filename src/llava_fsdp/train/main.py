@@ -197,6 +197,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     # the loader is opened only for its records, so that it needs no `tokens_per_micro_batch`, which may still be `auto`
     steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
+    # gives the tokens of an image if the index of the records does not count them
     rule = steps.image_reader.tokens if isinstance(steps.image_reader, ImageReader) else None
 
     def choose() -> Decision:

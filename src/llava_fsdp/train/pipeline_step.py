@@ -110,8 +110,8 @@ class PipelinedModel:
         *,
         return_logits: bool,
     ) -> torch.Tensor:
-        """Return the logits at `label_positions`, float32 [labels, vocabulary], on every rank of the pipeline.
-        Collective. The arguments are those of `Llava.forward`, which passes on what the last stage returns.
+        """Return the logits at `label_positions`, float32 [labels, vocabulary], on every rank of the pipeline. They are
+        computed by the last stage, and sent to the others. Collective. The arguments are those of `Llava.forward`.
 
         Args:
             return_logits: always true: the class stands for a model that is asked for logits. It is an argument because

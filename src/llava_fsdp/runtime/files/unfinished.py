@@ -14,8 +14,8 @@ ADAPTER = "adapter"
 
 
 def refuse_staged(name: str, key: str) -> None:
-    """Raise ModelError if a path, the value of the configuration key `key`, is in the folder of an export or adapter
-    that a run could not complete."""
+    """Raise ModelError if the path `name`, the value of the configuration key `key`, is in one of the `STAGED` folders.
+    In them a run writes its export and its adapter, and leaves them behind if it does not complete them."""
     path = Path(name)
     if inside := STAGED.intersection(path.parts):
         raise ModelError(
@@ -30,8 +30,8 @@ def is_run(folder: Path) -> bool:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the output folder of the run that a path names: the path itself, or the folder above an export, the
-    checkpoints or one checkpoint; None if there is no run."""
+    """Return the output folder of the run that a path names: the path itself, as it was given, or else the absolute
+    path of the folder above an export, the folder of checkpoints or one checkpoint. None if there is no run."""
     folder = path.absolute()
     if folder.parent.name == FOLDER and step_of(folder) is not None:
         folder = folder.parents[1]
@@ -47,8 +47,8 @@ def has_export(run: Path) -> bool:
 
 
 def earlier_export(run: Path) -> str | None:
-    """Return a warning if a run's export is of an earlier step than its newest checkpoint, as after a run that was
-    continued and stopped; else None."""
+    """Return a warning if the export of a run, from which another training begins, is of an earlier step than the run's
+    newest checkpoint, as after a run that was continued and stopped. None if it is not, or has no step."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(run / FOLDER)), default=0)
     exported = read_notes(run / EXPORT).get("step")
     if exported is None or exported >= saved:
@@ -73,7 +73,7 @@ def why_no_export(folder: Path) -> str:
     step = status.get("step")
     step = saved if step is None else step
     again = "run its command again, which continues it and writes its export at the end"
-    if held_by(folder) is not None:
+    if held_by(folder) is not None:  # a process has locked the folder
         return "is a run that is under way; wait until it has finished"
     if is_without_end(status):
         return f"is a run that was killed after step {saved}: {again}"

@@ -71,8 +71,8 @@ class RankGuard:
 
 def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> None:
     """Run the guard's process: read a rank's signs of life from stdin until the rank ends or closes it, and kill the
-    rank if they stay away for too long. More than `GRACE` seconds after the end of another rank of this machine,
-    `SILENT` seconds are too long.
+    rank if it hangs. Each sign is the number of seconds within which the next one must come. From `GRACE` seconds after
+    the end of another rank of this machine, more than `SILENT` seconds without a sign are too long.
 
     Args:
         folder: the run's folder, in which the reason is recorded.
@@ -122,8 +122,10 @@ def kill_rank(folder: Path, rank: int, pidfd: int, lost_peer: str, silent_second
     """Record why the rank is killed, unless a rank has already failed, and kill it.
 
     Args:
+        folder: the run's folder, in which the reason is recorded.
+        rank: the rank to kill.
         pidfd: file descriptor of its process.
-        lost_peer: how another rank on this machine has ended; empty if none has.
+        lost_peer: how another rank on this machine has ended; empty if all others go on.
         silent_seconds: seconds since the rank's last sign of life.
     """
     reason = (
@@ -132,6 +134,7 @@ def kill_rank(folder: Path, rank: int, pidfd: int, lost_peer: str, silent_second
     reason += "launch of a kernel on the GPU, does not return"
     try:
         if first_failure(folder) is None:
+            # the last argument of Outcome is the culprit: this rank, unless another one has ended before
             write_ending(
                 folder, Outcome(ENDINGS["communication"], lost_peer or reason, {} if lost_peer else {"rank": rank})
             )

@@ -108,7 +108,8 @@ def process_memory(key: str) -> int:
 def cgroups(listed: str, root: Path) -> list[Path]:
     """Return the folders of the cgroups that limit this process, innermost first. The last one is `root`, in a
     container the container's own cgroup. `listed`: content of /proc/self/cgroup, whose lines are
-    `number:controllers:path`."""
+    `number:controllers:path`. With cgroup v2, the list of controllers is empty, and paths begin at `root`; with v1,
+    each controller has a folder of its own in `root`."""
     folders = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -129,6 +130,7 @@ def limit_of(group: Path) -> int | None:
 
 def used_of(group: Path) -> int:
     """Return the bytes of memory that a cgroup uses, without the file cache, which the kernel frees when needed."""
+    # the files of cgroup v2 and of v1
     counts = (parse_integer(read_kernel_file(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
     current = next((count for count in counts if count is not None), 0)
     lines = (read_kernel_file(group / "memory.stat") or "").splitlines()
@@ -140,6 +142,7 @@ def quota_of(group: Path) -> float | None:
     """Return the number of cores that a cgroup may keep busy (CPU time per period); None: no limit."""
     words = (read_kernel_file(group / "cpu.max") or "").split()
     if len(words) != 2:
+        # cgroup v1 has a file for each number
         words = [read_kernel_file(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
     quota, period = (parse_integer(word) for word in words)
     return quota / period if quota is not None and period and quota > 0 else None

@@ -61,8 +61,9 @@ class LimitedProcess:
     _stopped: bool = False
 
     def __call__(self, request: dict[str, Any]) -> Answer:
-        """Send a request, a JSON object, to the process with limits, and return its answer. If a process that already
-        ran before breaks the memory limit, a new one gets the request again. Raises LimitBroken."""
+        """Send a request, a JSON object, to the process with limits, and return its answer. If a process that has
+        answered earlier requests breaks the memory limit, a new process gets the request again. The process is ended
+        after any error. Raises LimitBroken if the request takes too much time or memory, or crashes the process."""
         with self._lock:
             is_used = self._owner == os.getpid() and self._process is not None
             try:
@@ -91,7 +92,9 @@ class LimitedProcess:
             process.kill()
 
     def _ask(self, request: dict[str, Any]) -> Answer:
-        """Send a request and wait for the answer; raise an error if the process breaks a limit."""
+        """Send a request to the process, and return its answer. Raise LimitBroken, or its subclass MemoryBroken, if the
+        process breaks a limit or crashes. The messages lack a subject, which the caller adds: what the request reads.
+        `self.seconds` limits the processor time; `PATIENCE` times as much may pass until the answer comes."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # its exit status is looked at below
@@ -110,7 +113,8 @@ class LimitedProcess:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         """Return the process that answers requests. Start one if there is none, or if it belongs to the process from
-        which this one was forked."""
+        which this one was forked. Raises LimitBroken after `stop`, with a message to which the caller adds the subject:
+        what a request reads."""
         if self._stopped:
             raise LimitBroken("is not read, because the program ends")
         if self._process is not None and self._owner == os.getpid():
@@ -167,14 +171,15 @@ def send(pipe: IO[bytes], head: dict[str, Any], content: bytes) -> None:
 
 
 def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
-    """Read a message. The other side sends the next one only after an answer to it.
+    """Read a message, and return its JSON object and the bytes after it. The pipe holds no more than this message,
+    because the other side sends the next one only after an answer.
 
     Args:
-        until: value of `time.monotonic()` at which to give up; None: never.
+        until: value of `time.monotonic()` at which to give up; None: never, and the message may have any size.
 
     Raises:
         TimeoutError: the message did not come in time.
-        EOFError: the pipe ended, or the message is too large.
+        EOFError: the pipe ended, or the message is larger than `LARGEST_ANSWER`.
     """
     message, size = bytearray(), HEAD.size
     poll = select.poll()  # `select.select` takes no file descriptor above 1023
@@ -196,11 +201,16 @@ def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
 
 
 def serve(name: str, seconds: int, memory: int) -> None:
-    """Answer the requests of the parent process until it ends or closes the pipe. `name` is `module:function` of the
-    function that makes the work; `seconds` and `memory` are as in `LimitedProcess`."""
+    """Answer the requests of the parent process until it ends or closes the pipe.
+
+    Args:
+        name: `module:function` of a function that returns the function which answers requests.
+        seconds: processor time that a request may take.
+        memory: MiB of address space that the process may take in addition to what it has now.
+    """
     requests, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     null_device = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):  # what a library prints is no answer
+    for number in (0, 1):  # answers go through a copy; what a library prints must not mix with them
         os.dup2(null_device, number)
     module, _, function = name.partition(":")
     work: Work = getattr(importlib.import_module(module), function)()

@@ -117,10 +117,15 @@ def end_torchrun() -> None:
 
 
 def end_agent(report: dict[str, Any] | None = None) -> None:
-    """End the agent of `llava-fsdp train`, the process that started the ranks of this machine: it would restart them
-    although that cannot help. Does nothing on ranks other than the machine's first, and if the user started torchrun:
-    restarted ranks then end at once (`cli.start_process`). `report`: reason and exit code, which `llava-fsdp train`
-    prints if the run's folder has no status; None if they are in that status."""
+    """End the agent of `llava-fsdp train`, the process that started the ranks of this machine, because it would restart
+    them in vain. Only the machine's first rank does this. Does nothing if the user started torchrun, which has no
+    agent: the ranks that it restarts end at once (`cli.start_process`).
+
+    Args:
+        report: reason and exit code, which `llava-fsdp train` prints if the run's folder has no status. None: the
+            status in the folder has them.
+    """
+    # process id of the agent, and the number of its pipe to `llava-fsdp train`
     agent, _, handle = os.environ.get(AGENT, "").partition(":")
     if agent == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         if report is not None:

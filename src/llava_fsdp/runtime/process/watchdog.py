@@ -111,6 +111,7 @@ class Watchdog:
 
         Args:
             folder: the run's folder; None: the working directory.
+            rank: number of this rank.
             limit: seconds that a collective may wait for other ranks. The attribute may be changed later.
             warn_after: seconds that this rank waits before it reports which ranks it waits for. None: other ranks are
                 not watched.
@@ -119,14 +120,16 @@ class Watchdog:
         self.folder = folder or Path()
         self.rank = rank
         self.size = 1
+        """Number of ranks that are watched, with this one; 1 before the ranks have met and after the last barrier."""
         self.has_met = False
+        """Whether the ranks have formed the process group."""
         self.limit = limit
         self.warn_after = warn_after
         self.run = run or WatchedRun()
         self.stop = ""
         """Name of the signal that requested a stop; empty if there was none."""
         self.is_asked = False
-        """Whether a signal to stop has come in the steps. Used without `Run.ends_process`."""
+        """Whether `on_signal` has received a signal to stop in the steps. Used only if `run.ends_process` is False."""
         self.was_signalled = False
         """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
@@ -134,17 +137,21 @@ class Watchdog:
         self.saves = 0
         """Number of SIGUSR1 signals received, each of which requests a checkpoint."""
         self.saves_taken = 0
+        """How many of them `wants_save` has already returned."""
         self.step = 0
+        """Number of finished steps."""
         self.phase = Phase.LOADING
         self.is_in_steps = False
         """Whether a step has been finished and more will come. A signal to stop then takes effect at the end of a
         step."""
         self.has_stepped = False
+        """Whether a step has been finished."""
         self.is_entered = False
+        """Whether the watchdog has been entered as a context manager."""
         self.count = 0
         """Number of heartbeats written."""
         self.place: tuple[int, int, int] = (0, 0, 0)
-        """Progress at the last heartbeat, as in `Beat.place`."""
+        """Progress at the last heartbeat: (finished steps, number of the phase, started collectives)."""
         self.progress_at = time.monotonic()
         """Time of the last progress, by the monotonic clock."""
         self.warned_at = 0.0
@@ -215,12 +222,13 @@ class Watchdog:
         for end in self.pipe:
             os.set_blocking(end, False)
         try:
+            # the folders of heartbeats and of stack traces
             for name in (FOLDER, STACKS):  # readable only by the owner, because of stack traces and names of records
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.stacks = open_new(self.folder / STACKS / f"rank-{self.rank}.txt")
         except OSError as error:
             raise StorageError(f"output_dir={self.folder} cannot be written ({why(error, self.folder)})") from error
-        self.watcher = Watcher(self.folder, FROZEN)
+        self.watcher = Watcher(self.folder, FROZEN)  # reads the heartbeats of the other ranks
         self.handlers = {}
         if threading.current_thread() is threading.main_thread():
             self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
@@ -257,7 +265,7 @@ class Watchdog:
             if is_empty:
                 Path(self.stacks.name).unlink(missing_ok=True)
         if self.lost_peer and not self.has_met and siblings():
-            # torchrun sends SIGTERM because of the ranks that are killed here; this rank still has to report
+            # torchrun sends SIGTERM when the ranks below are killed; this rank still has to report its error
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.kill_unmet()
 
@@ -284,7 +292,9 @@ class Watchdog:
 
     @property
     def silence(self) -> float:
-        """Seconds that the watchdog's thread may stand still from now on, before this rank counts as stuck."""
+        """Seconds that the watchdog's thread may stand still from now on, before this rank counts as stuck: `limit`, or
+        in the steps a multiple of the longest one so far, if that is less. The latter only holds in phases in which a
+        rank waits for nothing but other ranks (`TOGETHER`); reading data, for example, may take longer."""
         if self.longest_step and self.is_in_steps and self.phase in TOGETHER:
             return min(self.limit, max(SHORTEST_SILENCE, SILENT_STEPS * self.longest_step))
         return self.limit
@@ -331,10 +341,13 @@ class Watchdog:
         return not self.run.ends_process and (bool(self.stop) or not self.is_in_steps)
 
     def on_signal(self, number: int, frame: object) -> None:
-        """Handle a signal in the main thread, where Python calls this. Mostly there is nothing to do: the watchdog's
-        thread gets the signal through its pipe. But if the process belongs to a program that goes on after the training
-        (`ends_process` is False), a signal to stop has the effect that it had before the watchdog was entered. In the
-        training steps this begins with the second such signal."""
+        """Handle a signal in the main thread, where Python calls this.
+
+        If a signal may end the process (`ends_process`), there is nothing to do: the watchdog's thread gets the signal
+        through its pipe. Otherwise the process belongs to a program that goes on after the training. A signal to stop
+        then has the effect that it had before the watchdog was entered; in the training steps, only from the second
+        such signal on.
+        """
         if number == signal.SIGUSR1 or self.run.ends_process:
             return
         if self.is_in_steps and not self.is_asked:  # not `stop`, which the watchdog's thread may have set already
@@ -349,7 +362,8 @@ class Watchdog:
 
     def handle_signal(self, number: int) -> None:
         """Record a request to save a checkpoint (SIGUSR1) or to stop (SIGTERM, SIGINT). Outside the training steps, and
-        at the second Ctrl-C, end the process at once."""
+        at the second Ctrl-C, end the process at once. A signal to stop is ignored if `on_signal` handles it in the main
+        thread (`leaves_signals`)."""
         if number == signal.SIGUSR1:
             self.saves += 1
         if number not in (signal.SIGTERM, signal.SIGINT) or self.is_ending.is_set() or self.leaves_signals:
@@ -358,7 +372,7 @@ class Watchdog:
         name = signal.Signals(number).name
         if number == signal.SIGINT and self.is_second_interrupt():
             self.end(Outcome(ENDINGS["interrupted"], f"interrupted at step {self.step + 1}, without a checkpoint"))
-        until = time.monotonic() + SETTLE
+        until = time.monotonic() + SETTLE  # time in which another rank's failure is recorded, if that is the cause
         while self.size > 1 and time.monotonic() < until:
             if first_failure(self.folder) is not None:
                 return  # torchrun ends this rank because another one has failed; `beat` will end this process
@@ -394,10 +408,11 @@ class Watchdog:
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
             self.end(Outcome(ENDINGS["communication"], reason, {"rank": rank, "host": socket.gethostname()}))
-        self.end_after_failure()
+        self.end_after_failure()  # reached only if a rank has reported, because `end` ends the process
 
     def write_beat(self) -> Beat:
-        """Write a heartbeat, which tells what this rank is doing and how far it is, to the rank's file. Return it."""
+        """Write a heartbeat, which tells what this rank is doing and how far it is, to the rank's file. Return it.
+        `work` is the number of collectives that the rank has started; `detail` names the record that it waits for."""
         self.count += 1
         beat = Beat(
             rank=self.rank,
@@ -414,8 +429,9 @@ class Watchdog:
         return beat
 
     def beat(self) -> None:
-        """Write this rank's heartbeat and read the others'. End the process if another rank has failed or ranks have
-        waited too long."""
+        """Write this rank's heartbeat and read the others'. End the process if another rank has failed, if the ranks
+        have not met in time, or if ranks have waited too long for others. With `warn_after` None, only write the
+        heartbeat."""
         self.run.check_folder()
         beat = self.write_beat()
         if self.guard is not None:
@@ -442,6 +458,7 @@ class Watchdog:
         limit = self.limit - seconds_before_limit(self.limit) + (self.rank != 0)
         # a rank that others are ahead of is itself the late one: it leaves the report to them
         is_ahead = any(other.place > beat.place for other in self.watcher.last.values())
+        # in a phase of `TOGETHER` all ranks may be blocked by the network, with no rank late
         if waiting >= limit and not is_ahead and (late or self.phase in TOGETHER):
             self.give_up(beat, waiting, late)
 
@@ -459,7 +476,8 @@ class Watchdog:
 
     def kill_unmet(self) -> None:
         """Kill the ranks of this machine that write no heartbeats. They may be blocked before they could handle
-        SIGTERM, and torchrun would wait for their end: half a minute, or `STOP_SECONDS` (process_end.py)."""
+        SIGTERM. torchrun would wait for their end: half a minute if the user started it, `STOP_SECONDS`
+        (process_end.py) if `llava-fsdp` did."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         beats = [beat for rank in here if (beat := read_beat(self.folder, rank)) is not None]
@@ -508,8 +526,11 @@ class Watchdog:
 
     def end_after_failure(self) -> None:
         """End this process because another rank has reported that it failed. Wait `PATIENCE_SECONDS` seconds, so that
-        torchrun notices the end of that rank first. End torchrun, or the agent of `llava-fsdp train`, where it would
-        restart the ranks in vain."""
+        torchrun notices the end of that rank first.
+
+        Two failures also end what would restart the ranks in vain. After a stop that was requested on another machine,
+        this is torchrun. After a failure that a restart would repeat, it is the agent of `llava-fsdp train`.
+        """
         time.sleep(PATIENCE_SECONDS)
         first = first_failure(self.folder)
         self.kill_frozen()

@@ -60,8 +60,9 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Replace secrets in configuration values as `redact` does. The value of a key that is named like a secret is
-    replaced as a whole."""
+    """Return configuration values in which secrets are replaced by `***`: in texts and lists of texts, what looks like
+    a secret, values that follow a name like `hub_token`, and the texts in `known`. The value of a key that is named
+    like a secret is replaced as a whole."""
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:

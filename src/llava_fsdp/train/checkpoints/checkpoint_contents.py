@@ -15,7 +15,8 @@ from llava_fsdp.version import __version__
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint (master weights and optimizer states), by their names in it."""
+    """Return the tensors of a checkpoint by their names in it: master weights as `model.NAME`, and optimizer states as
+    `optim.NAME.STATE`, where NAME is the parameter's."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)
@@ -32,12 +33,12 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "run": state.run,
         "step": state.step,
         "samples": state.samples,
-        "skipped": state.skipped,
-        "consecutive": state.consecutive,
+        "skipped": state.skipped,  # number of steps without an update, because loss or gradients were not finite
+        "consecutive": state.consecutive,  # those since the last update; 0 with a dynamic loss scale
         "seed": cfg.seed,
         "scaler": state.scaler.state() if state.scaler is not None else None,
         "dynamic": state.dynamic.state() if state.dynamic is not None else None,
-        "broken": sorted(state.loader.broken),
+        "broken": sorted(state.loader.broken),  # records that could not be read
         "fingerprints": dict(state.fingerprints),
         "trainable": state.trained,
         "versions": {"llava_fsdp": __version__, "torch": torch.__version__},

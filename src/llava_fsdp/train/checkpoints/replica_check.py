@@ -78,6 +78,7 @@ def replica_error(found: list[Difference], hosts: list[str], step: int, parent: 
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    # if most ranks agree (`has_majority`), only the others are named
     verb = "differ from their replicas" if all(each.has_majority for each in found) else "differ from each other"
     verb = verb.replace("differ from their", "differs from its") if len(ranks) == 1 else verb
     checkpoints = list_checkpoints(parent)

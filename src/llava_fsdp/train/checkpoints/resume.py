@@ -94,8 +94,10 @@ def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) ->
         return None
     refuse_changes(checkpoint.facts, cfg, state, checkpoint.folder)
     refuse_other_base(state, cfg, checkpoint.folder)
+    # optimizers create their moments in the first step; they must exist to be loaded
     prepare_moments(state.optimizer)
     into = tensors(state)
+    # what the checkpoint has for stages of a pipeline on other ranks
     elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
 
     def load_tensors() -> None:
@@ -118,6 +120,7 @@ def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) ->
     def set_aside_later_ones() -> None:
         set_aside_later(output, checkpoint.folder, state.step)
         if cfg.checkpoint.resume != "auto":
+            # if torchrun restarts the ranks, they then continue from later checkpoints instead of from this one again
             mark_begun(output, cfg.checkpoint.resume, state.step)
 
     on_first_rank(set_aside_later_ones, "cannot set checkpoints aside")
@@ -171,8 +174,9 @@ def tensors_elsewhere(own: dict[str, torch.Tensor]) -> dict[str, DTypeAndShape]:
 
 
 def choose_checkpoint(cfg: Config) -> Checkpoint | None:
-    """Choose on rank 0, by `checkpoint.resume`, and verify the checkpoint from which to resume; None if training starts
-    at step 0. Collective."""
+    """Return the verified checkpoint from which to resume, as `checkpoint.resume` says; None if training starts at step
+    0. Rank 0 looks for it. With `never`, the output of an earlier run is moved away. With `auto`, a damaged newest
+    checkpoint is an error if `checkpoint.strict` is set; otherwise the one before it is used. Collective."""
     output = Path(cfg.output_dir)
     requested = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
     if requested == "never":
@@ -317,6 +321,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     if now["model.random_weights"] and then.get("seed") != now["seed"]:
         del meanings["model"]  # random weights depend on the seed, whose change is already listed
     changed += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
+    # the loss or the projector that a program gives in place of this package's; its fingerprint is its name
     for part in OWN_PARTS:
         before, here = (own.get(part, "none") for own in (facts["fingerprints"], state.fingerprints))
         if before != here:
@@ -375,9 +380,10 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return `key: old -> new` for each key that has changed although it must stay the same when a run continues."""
-    # `auto` may stand for the same value; the fingerprint "encoding" shows if the template or the number of image
-    # tokens has changed
+    """Return `key: old -> new` for each key that has changed although it must stay the same when a run continues
+    (`is_fixed`). `then` and `now`: settings of the checkpoint and of this start, as dotted key -> value."""
+    # `auto`, and `OWN` (the model's own chat template), may stand for the same value as another; the fingerprint
+    # "encoding" shows if the template or the number of image tokens has changed
     equivalents = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
     equal_keys = {key for key, values in equivalents.items() if values & {then.get(key), now.get(key)}}
     # null stands for these values in a LLaVA-OneVision; for other models, the fingerprint "encoding" shows a change

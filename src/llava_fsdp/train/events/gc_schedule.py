@@ -20,7 +20,7 @@ class GarbageCollection(RunEvents):
 
     def on_start(self, run: RunStart) -> None:
         """Turn Python's automatic garbage collection off, because `after_step` collects every `self.every` steps
-        instead."""
+        instead. With `self.every` None, Python's collection stays as it is."""
         if self.every is None:
             return
         self.was_enabled = gc.isenabled()

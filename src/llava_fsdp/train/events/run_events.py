@@ -125,7 +125,11 @@ class OwnEvent(RunEvents):
         self.step = 0
 
     def guarded(self, moment: str, call: Callable[[], object]) -> None:
-        """Call the observer's method `moment`, and convert its exception.
+        """Call a method of an observer that the program gives, and turn its exception into an EventError.
+
+        Args:
+            moment: name of the method, for the message.
+            call: calls the method.
 
         Raises:
             EventError: the observer has raised an exception. Errors of this package and KeyboardInterrupt are not

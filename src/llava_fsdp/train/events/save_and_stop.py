@@ -85,7 +85,8 @@ class RunController(RunEvents):
             self.save()
 
     def before_step(self) -> None:
-        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. Collective.
+        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. A state that is already
+        on disk, or being written (`is_kept`), is not saved again. Collective.
 
         Raises:
             Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error` is
@@ -209,7 +210,7 @@ class RunController(RunEvents):
             raise FolderLost(
                 f"{problem}. Nothing was written there after that, and step {step} was not saved. To continue from the "
                 "last checkpoint, put the run's own folder back in its place",
-                may_be_recorded=False,
+                may_be_recorded=False,  # the folder may be another run's: write no status into it
             )
         try:
             on_first_rank(lambda: self.dir_lock and self.dir_lock.remake(), failure)
@@ -300,6 +301,7 @@ def open_saver(
     """
     prepare_moments(state.optimizer)
     parent = Path(cfg.output_dir) / FOLDER
+    # with nvme, tensors are in files and need no copy; `equal_ranks` are those that share the writing of their tensors
     saved_state = SavedState(
         tensors=lambda: tensors(state),
         facts=lambda: facts_of(state, cfg),
@@ -310,5 +312,6 @@ def open_saver(
     # a verified checkpoint of this run, which need not be verified again
     verified = [resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else []
     saver = Saver(parent, cfg.checkpoint, saved_state, verified, adapter_folder=adapter_folder)
+    # an update must wait until the tensors to save are copied
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
     return saver

@@ -60,7 +60,7 @@ def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
     parser = torchrun.get_args_parser()
     parser.exit_on_error = False
     try:
-        args = parser.parse_args([*flags, *PROGRAM, *words])
+        args = parser.parse_args([*flags, *PROGRAM, *words])  # PROGRAM: -m and the module of the training
         choose_ranks(args, is_given(flags, "nproc-per-node"))
         torchrun.config_from_args(args)
     except (Exception, SystemExit) as error:

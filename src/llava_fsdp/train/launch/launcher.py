@@ -162,9 +162,9 @@ def with_rendezvous(flags: list[str]) -> list[str]:
 
 
 def end_others(flags: list[str]) -> None:
-    """End the run on the other machines, because the command line of this one is invalid: join the rendezvous at which
-    they wait, and then end this process, which makes their torchrun end too. Machines that do not join within `MEETING`
-    seconds wait until their own `join_timeout`."""
+    """End the run on the other machines, because the command line of this one is invalid. They wait for this machine at
+    a rendezvous. So join it, and start this machine's ranks, which fail with the same error and end the run everywhere.
+    Machines that do not join within `MEETING` seconds wait until their own `join_timeout`."""
     log().info("looking for machines that wait for this one, to end them")
     conf = [flag.partition("=")[2] for flag in flags if flag.startswith("--rdzv-conf=")][-1:]
     meeting = f"--rdzv-conf={','.join([*conf, f'join_timeout={MEETING}'])}"
@@ -215,9 +215,10 @@ class Launch:
     def wait(self) -> None:
         """Wait until torchrun's agent has ended, and pass signals on to the ranks until then.
 
-        When the training is to stop, the agent is terminated only after the ranks have ended, so that it does not start
-        the ranks again. It gets no signal earlier, because a scheduler may also send a signal to all processes, and an
-        agent that gets a second signal kills the ranks while they save.
+        When the training is to stop, the agent, which would start the ranks again, should end within `AGENT_ENDS`
+        seconds after them; otherwise it is terminated then. It gets no signal earlier, because a scheduler may also
+        send a signal to all processes, and an agent that gets a second signal kills the ranks while they save. An agent
+        that still waits for other machines long after the end of the ranks is killed.
         """
         ranks_ended: float | None = None
         is_agent_told = False

@@ -60,6 +60,7 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
     adapter_folder.check_base(model, read.model, digests)
+    # identifies the weights with which training begins, if the reference of preference pairs is computed from them now
     start_digest = ""
     if cfg.data.pairs and cfg.pair_reference is PairReference.stored and not continues(cfg):
         trained = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch, trained=True)
@@ -118,6 +119,7 @@ def open_data(cfg: Config, world: World, model: Architecture, choose: Choose | N
         with first_rank_first(world):
             draw_shapes(cfg.data)
     layout = RankLayout(cfg.parallel, world.size)
+    # the ranks of a group process the same rows: all positions, or each its own (`context`)
     group, context = layout.row_group(world.rank), context_of(layout, world.rank, model.language_config)
     return build_loader(
         cfg,
@@ -135,7 +137,8 @@ def open_data(cfg: Config, world: World, model: Architecture, choose: Choose | N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Architecture) -> HeldOut:
-    """Open the validation data, and check that all ranks see the same records. Collective."""
+    """Open the validation data, and check that all ranks see the same records. Rank 0 warns if a file of them is also
+    trained on. Collective."""
     positions = model.language_config.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")

@@ -62,7 +62,7 @@ STATES = ("parameters", "gradients", "optimizer")
 def dry_run(cfg: Config) -> None:
     """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print it as a table
     or, with format=json, as JSON. No files are left behind."""
-    remark = warn_if_refused(cfg)
+    remark = warn_if_refused(cfg)  # that only the projector is missing, which this command does not need; else empty
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
@@ -111,7 +111,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     parallelism = Parallelism.of(cfg, world)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     rule = image_rule(cfg, model)
-    if isinstance(rule, BlankImages):
+    if isinstance(rule, BlankImages):  # a model with a processor, for which a training does this too
         freeze_unreached(rule, cfg.precision)
     shape = shape_of(model)
     context = context_of(parallelism.layout, world.rank, model.language_config)
@@ -193,12 +193,12 @@ def sizes_planned(cfg: Config, contents: Contents) -> MicroBatchSizes:
 @torch.no_grad()
 def draw_shards(model: Architecture, masters: MasterWeights) -> None:
     """Fill this rank's shard of every parameter with random values from the distribution of its initial weights, on the
-    shard's device. The master weights, which the optimizer updates, may be other tensors than the parameters."""
+    shard's device. The master weights, which the optimizer updates, get the same values."""
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
-        first, *others = shard.tensors
+        first, *others = shard.tensors  # the parameter and, if it is another tensor, the master weight
         rule = draw_rule(model, name)
-        if name in packed:
+        if name in packed:  # a quantized weight: any bytes are valid codes
             first.view(torch.uint8).random_()
             packed[name].draw_scales(2 * rule.scale)
             continue
@@ -217,7 +217,7 @@ def draw_shards(model: Architecture, masters: MasterWeights) -> None:
 
 def held_bytes(state: TrainState) -> dict[str, int]:
     """Return the bytes of this rank's parameters, gradients and optimizer states (`STATES`). To be called while the
-    gradients exist."""
+    gradients exist. A master weight that is the parameter itself counts once."""
     statistics_of_quantized = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *statistics_of_quantized, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]

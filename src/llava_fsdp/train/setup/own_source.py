@@ -43,12 +43,14 @@ class RecordSource(Protocol):
 
 
 def with_source(cfg: Config, source: RecordSource | None) -> Config:
-    """Return a configuration that trains on the records of a program's source, and write them on rank 0. The other
-    ranks wait for the file, up to `comm.init_timeout` seconds.
+    """Return a configuration that trains on the records of a program's source, which rank 0 writes into a file of
+    `output_dir`. The other ranks wait for the file, up to `comm.init_timeout` seconds. Without a source, the
+    configuration is returned unchanged.
 
     Raises:
         CommunicationError: rank 0 has not written the file in time.
-        ConfigError: a dataset is configured, too, or the source lacks something.
+        ConfigError: a dataset other than the generated one (`shapes`) is configured, too, or the source lacks
+            something.
         SourceError: the source has raised an exception.
     """
     if source is None:

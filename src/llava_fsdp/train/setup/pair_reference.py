@@ -70,7 +70,7 @@ class StoredReference:
             return None
         with library_errors(f"{path} is damaged; remove it and start over with checkpoint.resume=never"):
             content = path.read_bytes()
-            size = int.from_bytes(content[:8], "little")
+            size = int.from_bytes(content[:8], "little")  # of the header of a safetensors file
             facts = json.loads(content[8 : 8 + size])["__metadata__"]
             names = (own.name for own in fields(cls) if own.name != "table")
             values: dict[str, Any] = {name: json.loads(facts[name]) for name in names}
@@ -93,6 +93,7 @@ def open_references(state: TrainState, cfg: Config, resumed: bool, progress: Cal
     assert isinstance(model, Architecture)
 
     def choose(records: Records) -> HeldOutSampler:
+        """Return a sampler that gives every sample once, in order."""
         return held_out_sampler([len(records)], None, cfg.global_batch_size)
 
     def open_trained() -> Loader:
@@ -123,8 +124,16 @@ def open_reference(
     state: TrainState, reference: ReferenceFile, resumed: bool, progress: Callable[[], None]
 ) -> torch.Tensor:
     """Return the log-probabilities in a file of the chosen and the rejected answer of each sample, float32 [samples,
-    2], on the device. At the start of a run, those that the file lacks are computed. Arguments and errors are those of
-    `open_references`. Collective."""
+    2], on the device. At the start of a run, those that the file lacks are computed. Collective.
+
+    Args:
+        reference: the file, and the samples that it is about.
+        resumed: whether the weights are those of a checkpoint, so that nothing can be computed.
+        progress: called before each batch.
+
+    Raises:
+        CheckpointError: the file is missing in a run that continues, or is of other weights, data or another run.
+    """
     path, loader = reference.path, reference.loader
     stored = on_first_rank(lambda: StoredReference.read(path), f"{path} cannot be read")
     run = on_first_rank(lambda: state.run, "")
@@ -147,6 +156,7 @@ def open_reference(
         )
     opened = reference.open_loader()
     batches = batches_digest(opened)
+    # `done` counts batches, so that the values of other batches cannot be used: begin anew
     if stored is None or stored.batches != batches:
         table = torch.full((len(loader.steps.records), 2), math.nan)
         stored = StoredReference(state.start_digest, data, batches, run, 0, table)
@@ -170,8 +180,14 @@ def batches_digest(loader: Loader) -> str:
 def compute(
     state: TrainState, loader: Loader, path: Path, start: StoredReference, progress: Callable[[], None]
 ) -> torch.Tensor:
-    """Run forward passes over all samples that `start` does not have, write the table into the file `path` now and then
-    and at the end, and return it, on the device. Collective."""
+    """Run forward passes over the batches that `start` does not have, write the table of log-probabilities into the
+    file `path` now and then and at the end, and return it, on the device. Collective.
+
+    Args:
+        loader: gives each sample once.
+        start: the values that are already known, and the number of their batches.
+        progress: called before each batch.
+    """
     world, model = state.parallelism.world, state.model
     table = torch.full_like(start.table, math.nan, device=loader.device)
     if world.is_first:
@@ -179,6 +195,7 @@ def compute(
     done, last = start.done, loader.total_steps
 
     def write() -> torch.Tensor:
+        # a rank has the values of its own samples; ranks that share rows have the same ones, which are averaged
         known = (~table.isnan()).to(table.dtype)
         whole = sum_over_ranks(table.nan_to_num()) / sum_over_ranks(known)  # NaN where no rank has a value
         now = replace(start, done=done, table=whole)

@@ -220,6 +220,7 @@ def check_prompts(cfg: Config, model: Architecture) -> list[str]:
 def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
     """Return a warning, in a list, if the conversation template is Vicuna's (v1) although the language model, of
     `model_type` `kind`, is another."""
+    # Llama 3 has the `model_type` of Llama 2 and a larger vocabulary
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.trained_template != VICUNA or (kind == "llama" and not is_llama_3):
         return []
@@ -292,6 +293,7 @@ def few_steps(cfg: Config, steps: int) -> list[str]:
     records or, if the user has set `max_steps`, the learning rate of all steps is 0."""
     warmup, is_set_by_user = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
     factors = (SCHEDULES[cfg.optim.schedule](step, steps, warmup) for step in range(steps))
+    # a user who has set max_steps wants few steps: only a learning rate that stays 0 is a mistake
     if any(factors) if is_set_by_user else steps >= FEW_STEPS:
         return []
     cure = "raise max_steps" if is_set_by_user else "for small data lower global_batch_size, or raise epochs"

@@ -108,7 +108,7 @@ def installed_version(package: str) -> str:
 
 def package_digest(files: dict[str, str] | None = None) -> str:
     """Return a digest of the names and contents of llava_fsdp's files: the same for a checkout and for a wheel built
-    from it. `files`: as from `package_files`; None: those of the running package."""
+    from it. `files`: the digest of each file, by its path; None: those of the running package."""
     digest = xxh3_128()
     for name, content in sorted((package_files() if files is None else files).items()):
         digest.update(f"{name} {content}\n".encode())
@@ -118,7 +118,8 @@ def package_digest(files: dict[str, str] | None = None) -> str:
 def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
     """Return the digest of each file of llava_fsdp, by its path within the package. Files of the folder `conf` (None:
     that of the running package) get the prefix `conf/`."""
-    roots = {"": package, "conf/": conf or config_dir().resolve()}  # in a wheel, conf/ is already inside the package
+    # a wheel has conf/ inside the package: its files then get the same names twice, and count once
+    roots = {"": package, "conf/": conf or config_dir().resolve()}
     return {prefix + name: digest for prefix, root in roots.items() for name, digest in digests(str(root))}
 
 

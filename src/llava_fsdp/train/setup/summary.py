@@ -197,7 +197,7 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
 
 def describe_quantized(cfg: Config, weights: Iterable[Weight]) -> str:
     """Say in one line how the weights of the base model are quantized."""
-    quantized = [w for w in weights if w.per_element > 1]
+    quantized = [w for w in weights if w.per_element > 1]  # several quantized weights are packed into an element
     nbytes = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in quantized)
     count, quantize = sum(w.count for w in quantized), cfg.model.quantize
     double = ", scales quantised again" if quantize.double and quantize.mode is not Quantizer.int8 else ""
@@ -213,7 +213,7 @@ def describe_data(cfg: Config, records: Records) -> str:
     examined = records.index.examined
     images = f"; {examined.summary}" if examined is not None else ""
     several = ""
-    if len(records) != records.num_records:
+    if len(records) != records.num_records:  # some records give several samples, which begin with the same tokens
         several = f", {len(records):,} samples ({records.repeated:,} tokens are read repeatedly)"
     weights = ""
     if records.weights is not None:

@@ -18,8 +18,8 @@ from llava_fsdp.runtime.text.log import log
 
 
 def freeze_unused(model: Architecture, loader: Loader, precision: PrecisionConfig) -> None:
-    """Freeze the parameters of a meta-device model on which the loss of no image or video depends. Only models with a
-    processor are tried.
+    """Freeze the trainable parameters of a meta-device model on which no loss depends, whatever a sample's image or
+    video is. Black ones, small and large, are tried. Does nothing for models without a processor.
 
     Raises:
         ConfigError: such a model cannot compute with the dtypes of its weights.

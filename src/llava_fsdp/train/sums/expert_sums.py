@@ -26,7 +26,9 @@ class ExpertSums:
         """Begin a step.
 
         Args:
-            outputs: keeps what the routers return; None: the model has no routers, or they are not watched.
+            outputs: keeps what the routers return, one router for each layer with experts; None: the model has no
+                routers, or they are not watched.
+            facts: has the number of tokens of the step on all ranks.
             coefficient: factor of the load-balance loss in the trained loss (`model.balance_loss`).
         """
         assert outputs is None or outputs.with_gradients is (coefficient > 0), "the loss would have no gradient"
@@ -51,6 +53,7 @@ class ExpertSums:
         pass."""
         if self.outputs is None:
             return loss
+        # whether this rank has the routers of all layers; otherwise others are in stages on other ranks
         is_whole = len(self.outputs.routers) == self.outputs.count
         assert not is_whole or len(kept) == self.outputs.count, "each router runs once in a forward pass"
         balance = self.add_balance(micro, kept)
@@ -65,8 +68,10 @@ class ExpertSums:
         return hidden if balance is None else WithLoss.apply(hidden, balance * scale)
 
     def add_balance(self, micro: MicroBatch, kept: list[RouterOutput]) -> torch.Tensor | None:
-        """Add the outputs of routers to the sums, and empty `kept`. Return the load-balance loss times its coefficient,
-        float32 []; None if it is not trained."""
+        """Add the outputs of routers in one forward pass to the sums, and empty `kept`, the list of these outputs.
+        Return the load-balance loss times its coefficient, float32 []; None if it is not trained. If each rank
+        processes other positions of a row (`positions`), the loss needs the loads of the whole row, which are summed
+        over these ranks."""
         assert self.outputs is not None
         is_trained = self.coefficient > 0 and bool(kept)
         lengths = micro.sample_lengths
@@ -92,8 +97,9 @@ class ExpertSums:
         """Return the sums of a step over all ranks. A collective if there are routers.
 
         Returns:
-            (The numbers of `ExpertLoad`, float32 [3], or [0] without routers; the load of each expert: number of
-            (token, choice) pairs, float32 [layers, experts], or None.)
+            (The numbers of `ExpertLoad`, float32 [3]: load-balance loss, largest load relative to an equal share, share
+            of idle experts; of shape [0] without routers. The load of each expert: number of (token, choice) pairs,
+            float32 [layers, experts]; None without routers.)
         """
         if self.outputs is None:
             return torch.zeros(0), None
@@ -121,7 +127,8 @@ class WithLoss(torch.autograd.Function):
 
 
 def expert_load(numbers: list[float]) -> ExpertLoad | None:
-    """Return the numbers of `ExpertSums.summed`, read by the host; None without routers."""
+    """Return an ExpertLoad of the three numbers from `ExpertSums.summed`; None without routers, when there are no
+    numbers."""
     if not numbers:
         return None
     balance_loss, load_max, idle = numbers

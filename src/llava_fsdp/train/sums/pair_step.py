@@ -51,7 +51,12 @@ class PairStep:
 
     def loss(self, micro: MicroBatch, losses: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the losses of a micro-batch's pairs, float32 [], and add the pairs to `self.sums`.
-        `losses`: losses of its labels, float32 [labels]; `reference`: what `self.reference` returned."""
+
+        Args:
+            losses: loss of each label of the micro-batch, float32 [labels].
+            reference: log-probability of each answer by the reference model, float32 [2 * pairs]; None without such a
+                model.
+        """
         answers = answers_of(losses, micro.label_answers, len(micro.pair_sources))
         pair_losses, rewards = preference_losses(answers, reference, self.cfg)
         self.sums.add(micro, answers, pair_losses, rewards)

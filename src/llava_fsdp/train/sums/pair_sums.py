@@ -29,8 +29,14 @@ class PairSums:
         self.values = torch.zeros((sources, COLUMNS), device=device)
 
     def add(self, micro: MicroBatch, answers: Answers, losses: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Add the pairs of a micro-batch: their losses, float32 [pairs], and rewards of the chosen and the rejected
-        answer, float32 [pairs, 2]."""
+        """Add the pairs of a micro-batch to the sums of their data sources, `self.values`.
+
+        Args:
+            micro: has the data source of each pair.
+            answers: has the log-probability of each answer.
+            losses: float32 [pairs].
+            rewards: of the chosen and the rejected answer, float32 [pairs, 2].
+        """
         logps, chosen, rejected = answers.sums.detach().view(-1, 2), rewards[:, 0], rewards[:, 1]
         rows = [  # in the order of the fields of `PairNumbers`
             torch.ones_like(chosen), losses.detach(), (chosen > rejected).to(chosen.dtype), chosen - rejected, chosen,

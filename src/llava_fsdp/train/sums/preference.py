@@ -60,8 +60,9 @@ def preference_losses(
 
 
 def form_losses(margins: torch.Tensor, cfg: PrefConfig) -> torch.Tensor:
-    """Return the loss of each pair by `pref.form`, float32 [pairs]. `margins`: reward of the chosen answer minus that
-    of the rejected one minus `pref.gamma`, float32 [pairs]."""
+    """Return the loss of each pair by `pref.form`, float32 [pairs]: sigmoid and robust are forms of DPO, in which
+    `pref.label_smoothing` is the share of pairs whose answers may be the wrong way round. `margins`: reward of the
+    chosen answer minus that of the rejected one minus `pref.gamma`, float32 [pairs]."""
     share = cfg.label_smoothing
     match cfg.form:
         case PairForm.sigmoid:

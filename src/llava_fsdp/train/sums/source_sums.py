@@ -30,8 +30,9 @@ class SourceSums:
         return LossCollector() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, collector: LossCollector | None) -> None:
-        """Add the losses of one forward pass to the sums of their data sources. `collector` is what `collector()`
-        returned. If the loss kernel gave it no losses of single labels, all sums become nan."""
+        """Add the losses of one forward pass to the sums of their data sources. `collector` is the result of
+        `self.collector()`, with which the forward pass was called: None for a single source, whose loss is that of the
+        step. If the loss kernel gave it no losses of single labels, all sums become nan."""
         if collector is None or not len(micro.label_sources):
             return
         losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)

@@ -57,11 +57,11 @@ class AnswerMetric:
 
 
 def choose_metric(cfg: Config, own_function: ScoreFunction | None) -> AnswerMetric:
-    """Return the metric of validations: the function that a program gives, else `val.metric`.
+    """Return the metric of validations: the function that a program gives, or without one that of `val.metric`.
 
     Raises:
-        ConfigError: the given object cannot be called with three texts, it is given together with another `val.metric`
-            than the default, or it has the name of one.
+        ConfigError: the given object cannot be called with three texts, has the name of a value of `val.metric`, or is
+            given although `val.metric` is not the default.
     """
     if own_function is None:
         return AnswerMetric(cfg.val.metric.value, OF_METRIC[cfg.val.metric])

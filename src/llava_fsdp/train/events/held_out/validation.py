@@ -58,8 +58,9 @@ class LossSum:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Loss, number of label tokens and means over pairs as columns of `validation.jsonl`; a loss that is not finite
-        is None."""
+        """Loss, number of label tokens and means over pairs as columns of `validation.jsonl`. The loss is the mean over
+        the weights of label tokens, where a weight of 1 is stored as FULL_WEIGHT; if samples are pairs, it is the mean
+        over pairs. If it is not finite, or there are no labels, it is None."""
         mean = self.total / (self.weight / FULL_WEIGHT) if self.weight else math.nan
         mean = mean if self.pairs is None else self.pairs.loss
         return {"loss": finite(mean), "label_tokens": self.label_tokens, **pair_columns(self.pairs)}
@@ -99,6 +100,7 @@ class Validation(RunEvents):
         self.is_done_already = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device, state.roots):
+                # find out now, and not at the first validation, whether the model can generate answers
                 check_answers(model, self.generator.language, self.generator.prompt_of([]))
 
     def begin_file(self) -> bool:
@@ -169,7 +171,8 @@ class Validation(RunEvents):
             )  # fmt: skip
 
     def measure_losses(self) -> list[LossSum]:
-        """Return, for each data source, the sum of the losses over all its records and all ranks. Collective."""
+        """Return, for each data source, the sum of the losses over all its records and all ranks or, if samples are
+        pairs of a chosen and a rejected answer, the means over its pairs. Collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         label_counts, weights = ([0] * len(self.held_out.names) for _ in range(2))
         sums = torch.zeros(len(label_counts), dtype=torch.float64, device=loader.device)
@@ -213,7 +216,13 @@ class Validation(RunEvents):
         ]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
-        """Write and log the results of a validation. `losses` are in the order of the sources."""
+        """Write and log the results of a validation.
+
+        Args:
+            losses: sums of the losses of each data source, in the order of the sources.
+            answers: the generated answers with their scores; empty without questions.
+            seconds: duration of the validation.
+        """
         names, questions = self.held_out.names, self.held_out.questions
         scores: dict[str, list[float]] = {name: [] for name in names}
         answer_rows = []
@@ -226,7 +235,8 @@ class Validation(RunEvents):
         if questions and self.metric.name == Metric.exact.value:
             row["blind_guess"] = blind_guess([own.question for own in questions], [own.reference for own in questions])
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
-        cut = sum(answer.is_thought_cut for answer in answers)  # these ended within their reasoning
+        # answers that `val.max_new_tokens` ended within their reasoning
+        cut = sum(answer.is_thought_cut for answer in answers)
         if cut:
             row["thoughts_cut"] = cut
             log().warning(
@@ -243,7 +253,8 @@ class Validation(RunEvents):
 
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
     """Return the results of a validation as a row of `validation.jsonl`, in which the caller sets `metric` and
-    `answers`. `losses` and `scores` are by name of the data source."""
+    `answers`. `losses` and `scores`, one for each answer, are by name of the data source. `seconds`: duration of the
+    validation."""
     total, labels, weight = (
         sum(getattr(own, name) for own in losses.values()) for name in ("total", "label_tokens", "weight")
     )
@@ -260,8 +271,9 @@ def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]]
 
 
 def blind_guess(questions: Sequence[str], answers: Sequence[str]) -> float:
-    """Return the share of questions that are answered exactly if each gets the answer that is right most often among
-    those of the same text: what a model reaches that does not look at its images."""
+    """Return what a model reaches that does not look at its images: for each text of a question it gives the answer
+    that is most frequent among the questions with this text. The result is the share of questions that are so answered
+    correctly. `answers`: the right answers."""
     counts: dict[str, Counter[str]] = {}
     for question, answer in zip(questions, answers, strict=True):
         counts.setdefault(question, Counter())[answer.strip().lower()] += 1
@@ -275,8 +287,8 @@ def score_row(scores: list[float]) -> dict[str, Any]:
 
 
 def answer_row(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
-    """Return an answer as a row of `validation.jsonl` has it. The key `picture` has the
-    path of the first image, if that is a file."""
+    """Return an answer as an entry of `answers` in a row of `validation.jsonl`. The key `picture` has the path of the
+    first image, if that is a file, else None."""
     return {
         "record": question.record,
         "question": question.question,
@@ -318,7 +330,8 @@ def open_validation(
     events: RunEvents,
     metric: AnswerMetric,
 ) -> Validation | None:
-    """Create the validation of a training; None with `val.every=null`.
+    """Create the validation of a training; None with `val.every=null`. A warning is logged if the program gives a
+    metric (`metric.is_own`) or the configuration names held-out records, and they are not used.
 
     Raises:
         ConfigError: the model cannot generate answers.

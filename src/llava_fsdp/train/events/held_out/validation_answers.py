@@ -76,9 +76,11 @@ class AnswerGenerator:
         self.pause = pause
         self.tokenizer = self.loader.steps.encoder.tokenizer
         self.stop = self.loader.steps.encoder.template.stop
+        """Text that ends an answer."""
         folders = [model.parts.language_folder]
         stops = stops_of(self.loader.steps.encoder.template)
         self.stops = find_stops(self.tokenizer, stops, self.language.eos_token_id, folders)
+        """Ids of the tokens that end an answer."""
         several = bool(self.questions) and cfg.val.batch_size > 1
         self.alone = several and on_first_rank(lambda: answers_alone(model.parts), "cannot try padded prompts")
         """Whether each question is answered in a batch of its own, because padding would change its answer."""
@@ -121,7 +123,7 @@ class AnswerGenerator:
         """Answer this rank's questions of a batch; `numbers`, their indices, may be empty. Collective."""
         rows_by_number = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompt = self.prompt_of([row for _, row in rows_by_number])
-        begin = self.loader.steps.encoder.template.begin
+        begin = self.loader.steps.encoder.template.begin  # what a model writes before an answer
         texts = [
             AnswerText(self.tokenizer, self.stop, self.stops, begin, self.questions[number].thought)
             for number, _ in rows_by_number
@@ -147,7 +149,7 @@ class AnswerGenerator:
         return Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)
 
     def score_answer(self, number: int, answer: AnswerText) -> Answered:
-        """Return the answer to question `number`, without its thought, and with its score."""
+        """Return the answer to question `number`, without its thought (the reasoning before it), and with its score."""
         question = self.questions[number]
         score = self.metric.score(question.question, answer.text, question.reference, question.record)
         return Answered(number, answer.text, score, answer.is_thought_cut)
@@ -156,6 +158,7 @@ class AnswerGenerator:
         """Return the tokenized sample of a question and its image tiles; None if an image is broken and
         `data.bad_records=skip`. Raises ImageError if an image is broken and `data.bad_records=fail`."""
         try:
+            # with the size for which the image's tokens were counted, if it is known
             return question.sample, [
                 self.loader.steps.image_reader.load(
                     path, question.record, count_images(question.images), (question.sizes or ())[n : n + 1]

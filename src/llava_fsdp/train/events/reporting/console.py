@@ -20,8 +20,8 @@ class Console(StepReport):
     """Shows the progress of a training."""
 
     def __init__(self, cfg: Config, first_step: int, total_steps: int, is_terminal: bool = False):
-        """Start the progress bar, if standard error is a terminal. `first_step`: steps that were finished when this
-        start of the run began."""
+        """Start the progress bar, if standard error is a terminal (`is_terminal`). `first_step`: number of steps that
+        were finished when this start of the run began."""
         self.cfg = cfg
         self.total_steps = total_steps
         self.recent_seconds: deque[float] = deque(maxlen=RECENT)
@@ -35,7 +35,8 @@ class Console(StepReport):
             self.progress_bar.start()
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Show a step: in the progress bar or, without one, in the log every `log_every` steps."""
+        """Show a step, given as its row of `metrics.jsonl`: in the progress bar or, without one, in the log every
+        `log_every` steps. `result` is unused; other reports need it."""
         self.recent_seconds.append(row["seconds"])
         shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
         utilizations = [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "hfu") if row[name] is not None]

@@ -87,7 +87,8 @@ class LivePage(StepReport):
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def step(self, row: dict[str, Any], result: StepResult | None = None) -> None:
-        """Add a step's row to the curves. If the page is due, start a process that writes it."""
+        """Add a step's row to the curves. If the page is due, start a process that writes it. `result` is unused; other
+        reports need it."""
         try:
             self.run.history.add(row)
             if self.process is not None:
@@ -99,8 +100,9 @@ class LivePage(StepReport):
             self.warn(error)
 
     def look_at_process(self, process: subprocess.Popen[bytes]) -> None:
-        """If the process that writes the page has ended, choose the time from which the next one may start, by the CPU
-        seconds that it took. `Popen.poll` does not tell these."""
+        """If the process that writes the page has ended, choose the time from which the next one may start, so that
+        these processes take at most the share `CPU_SHARE` of a core's time. `os.wait4` tells the CPU seconds of the
+        process; `Popen.poll` does not."""
         try:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         except ChildProcessError:  # something else in this process has waited for it

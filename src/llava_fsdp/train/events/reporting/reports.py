@@ -48,6 +48,7 @@ class Reports(RunEvents):
         self.is_lost = is_lost
 
     def after_step(self, result: StepResult) -> None:
+        """Give the step's row of `metrics.jsonl` to each report; not if the folder may belong to another run now."""
         if self.reports and not self.is_lost():
             row = metrics_row(result, self.utilization)
             for report in self.reports:

@@ -47,7 +47,8 @@ class ExpertWarnings(StepReport):
         """Number of collapsed steps up to the last one, without a gap."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Count consecutive steps in which most experts were idle. Warn when there are `COLLAPSED_STEPS` of them."""
+        """Count consecutive steps in which most experts were idle. Warn once, when there are `COLLAPSED_STEPS` of them.
+        `row` is unused; other reports need it."""
         load = result.expert_load
         self.collapsed_steps = self.collapsed_steps + 1 if load is not None and load.experts_idle > MOST_IDLE else 0
         if self.collapsed_steps == COLLAPSED_STEPS:
@@ -67,7 +68,8 @@ class LossWarnings(StepReport):
         self.spikes = Spikes(sigma)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Warn of a skipped update (which is normal if there is a loss scale), or of a spike of the loss."""
+        """Warn of a skipped update (which is normal if there is a loss scale), or of a spike of the loss. `row` is
+        unused; other reports need it."""
         step = result.facts.step + 1
         if result.skipped and result.loss_scale is None:
             log().warning(
