@@ -42,11 +42,11 @@ def half(context: RuleContext, value: object) -> Translation:
 
 
 def pure_bf16(context: RuleContext, value: object) -> Translation:
-    return mapped(f"{context.tell('precision')}: without fp32 masters") if value else implied("masters are fp32")
+    return mapped(f"{context.override('precision')}: without fp32 masters") if value else implied("masters are fp32")
 
 
 def disable_checkpointing(context: RuleContext, value: object) -> Translation:
-    return mapped(context.tell("activation_checkpointing"))
+    return mapped(context.override("activation_checkpointing"))
 
 
 FACTORY_FLAGS: Mapping[str, Flag] = {

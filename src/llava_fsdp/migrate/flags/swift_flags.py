@@ -36,7 +36,7 @@ def truncation(context: RuleContext, value: object) -> Translation:
     if "data.max_length" not in context.decided:
         return no_effect("only with --max_length")
     if value in ("delete", "right"):
-        return mapped(context.tell("data.too_long"))
+        return mapped(context.override("data.too_long"))
     return unsupported("a longer sample is skipped (delete) or cut at its end (right)")
 
 
@@ -46,7 +46,7 @@ def fsdp(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if value == "fsdp2":
-        return mapped(f"{context.tell('sharding')}, {context.tell('activation_checkpointing')}")
+        return mapped(f"{context.override('sharding')}, {context.override('activation_checkpointing')}")
     return unsupported(f"{value}: only fsdp2 is known; sharding=zero3 shards everything, zero2 all but the weights")
 
 

@@ -58,7 +58,7 @@ def bits(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
-        return mapped(context.tell("model.quantize.mode"))
+        return mapped(context.override("model.quantize.mode"))
     return unsupported("without adapters weights in few bits cannot be trained")
 
 

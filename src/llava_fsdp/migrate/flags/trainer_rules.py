@@ -38,7 +38,7 @@ def model_name(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag with the name of the checkpoint becomes in llava_fsdp."""
     if not value:
         return unsupported("the checkpoint is not named: give model.checkpoint=DIR")
-    return mapped(f"{context.tell('model.checkpoint')}: a whole model of transformers")
+    return mapped(f"{context.override('model.checkpoint')}: a whole model of transformers")
 
 
 def dataset(context: RuleContext, value: object) -> Translation:
@@ -46,9 +46,9 @@ def dataset(context: RuleContext, value: object) -> Translation:
     found = records_of(context.run)
     if found.problem:
         return unsupported(found.problem)
-    images = f", {context.tell('data.images')}" if "data.images" in context.decided else ""
+    images = f", {context.override('data.images')}" if "data.images" in context.decided else ""
     note = f": {found.note}" if found.note else ""
-    return mapped(f"{context.tell('data.path')}{images}{note}")
+    return mapped(f"{context.override('data.path')}{images}{note}")
 
 
 def held_out(context: RuleContext, value: object) -> Translation:
@@ -59,7 +59,7 @@ def held_out(context: RuleContext, value: object) -> Translation:
         return unsupported(problem)
     if "val.path" not in context.decided:
         return unsupported("validation is every N steps: give val.path and val.every=N")
-    return mapped(f"{context.tell('val.path')}, {context.tell('val.answers')}: the loss alone")
+    return mapped(f"{context.override('val.path')}, {context.override('val.answers')}: the loss alone")
 
 
 def eval_strategy(context: RuleContext, value: object) -> Translation:
@@ -70,7 +70,7 @@ def eval_strategy(context: RuleContext, value: object) -> Translation:
     if not held.paths and not held.problem:
         return no_effect("no held-out records are named")
     if "val.every" in context.decided:
-        return mapped(context.tell("val.every"))
+        return mapped(context.override("val.every"))
     return unsupported("validation is every N steps of the records in val.path: give val.path and val.every=N")
 
 
@@ -80,7 +80,7 @@ def freeze(context: RuleContext, value: object) -> Translation:
     run = context.run
     assert run.trainer
     (part,) = [part for part, flag in FREEZES[run.trainer].items() if flag == context.key]
-    text = context.tell("model.train")
+    text = context.override("model.train")
     if value or not run.is_lora:
         return mapped(text)
     if part == "projector":
@@ -98,7 +98,7 @@ def targets(context: RuleContext, value: object) -> Translation:
     if not context.run.is_lora:
         return ADAPTERS  # no effect without adapters
     words = {name.strip() for word in context.run.words(context.key) for name in word.replace(",", " ").split()}
-    text = f"{context.tell('model.train')}: adapters are in every linear layer of these parts' blocks"
+    text = f"{context.override('model.train')}: adapters are in every linear layer of these parts' blocks"
     if context.run.trainer is Trainer.trl:
         text += ". peft also puts them into linear layers of other parts with these names"
         if not words:
@@ -114,7 +114,7 @@ def quantized(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
-        return mapped(f"{context.tell('model.quantize.mode')}: in the language model's blocks")
+        return mapped(f"{context.override('model.quantize.mode')}: in the language model's blocks")
     return unsupported("only weights under adapters are quantized, to 4 or 8 bits by bitsandbytes")
 
 
@@ -122,7 +122,7 @@ def timeout(context: RuleContext, value: object) -> Translation:
     """Return what --ddp_timeout, the seconds that a collective waits, becomes in llava_fsdp. Some trainers set years by
     default; then `context.decided`, the overrides of the command, has no timeout."""
     if "comm.timeout" in context.decided:
-        return mapped(context.tell("comm.timeout"))
+        return mapped(context.override("comm.timeout"))
     return implied("so long that it means no limit; comm.timeout stays at half an hour")
 
 
@@ -131,7 +131,7 @@ def warmup_steps(context: RuleContext, value: object) -> Translation:
     if not value:
         return implied("by --warmup_ratio, or none")
     key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
-    return mapped(context.tell(key))
+    return mapped(context.override(key))
 
 
 def batch(context: RuleContext, value: object) -> Translation:
@@ -140,12 +140,12 @@ def batch(context: RuleContext, value: object) -> Translation:
     product = "x --gradient_accumulation_steps x GPUs"
     if run.trainer_value("gradient_accumulation_steps") is None:
         product += ", which is the smallest number that gives 16 samples in a step"
-    return mapped(f"{context.tell('micro_batch_size')}, {context.tell('global_batch_size')} ({product})")
+    return mapped(f"{context.override('micro_batch_size')}, {context.override('global_batch_size')} ({product})")
 
 
 def tuning(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag that chooses between whole weights and LoRA adapters becomes in llava_fsdp."""
-    text = f"{context.tell('stage')}, {context.tell('model.train')}"
+    text = f"{context.override('stage')}, {context.override('model.train')}"
     if context.run.tuning in ("full", "lora"):
         return mapped(text)
     return unsupported(f"{value}: whole weights are trained (full) or LoRA adapters (lora); {text}")
@@ -158,7 +158,7 @@ def lora(key: str) -> IfDecided:
 def epochs(context: RuleContext, value: object) -> Translation:
     """Return what --num_train_epochs becomes in llava_fsdp, which has no fractions of epochs."""
     if "epochs" in context.decided:
-        return mapped(context.tell("epochs"))
+        return mapped(context.override("epochs"))
     return unsupported("epochs are whole; give max_steps=N")
 
 

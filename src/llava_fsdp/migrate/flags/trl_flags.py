@@ -28,8 +28,10 @@ SPLIT = no_effect("only with --dataset_name")
 def max_length(context: RuleContext, value: object) -> Translation:
     """Return what TRL's --max_length becomes in llava_fsdp. TRL's script sft_vlm.py (`cuts_nothing`) ignores it."""
     if not cuts_nothing(context.run):
-        return mapped(f"{context.tell('data.max_length')}: image tokens included; a longer sample is cut at its end")
-    return no_effect(f"sft_vlm.py cuts nothing: {context.tell('data.too_long')}, above data.max_length")
+        return mapped(
+            f"{context.override('data.max_length')}: image tokens included; a longer sample is cut at its end"
+        )
+    return no_effect(f"sft_vlm.py cuts nothing: {context.override('data.too_long')}, above data.max_length")
 
 
 def labels(context: RuleContext, value: object) -> Translation:
