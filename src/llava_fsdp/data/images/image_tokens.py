@@ -89,8 +89,13 @@ class ImageTokens:
 
     def of(self, size: Size | None, images: int) -> np.ndarray:
         """Return the tokens of one image, one array element for each: the index of the vision feature that it is,
-        int64, or with anyres_max an element of dtype BLENDED (four indices and weights). `images`: number of images in
-        the sample; `size`: (width, height) in pixels, used only if `needs_size`."""
+        int64, or with anyres_max an element of dtype BLENDED (four indices and weights). NEWLINE_ROW stands for the
+        learned vector that ends a line of features; with anyres_max, an image that is not cut into tiles ends with it.
+
+        Args:
+            size: (width, height) in pixels, used only if `needs_size`.
+            images: number of images in the sample.
+        """
         if self.needs_size(images):
             assert size is not None, "the tokens of an image of several tiles depend on its size"
             return self.tokens_of_tiles(size)
@@ -135,8 +140,9 @@ class ImageTokens:
         return width // self.tile, height // self.tile
 
     def shrink_to_limit(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of features, given by their indices, int64 [rows, columns], as weighted sums of features (dtype
-        BLENDED). It is shrunk if it has clearly more features than `data.max_tiles` tiles have."""
+        """Return a grid of features as weighted sums of features (dtype BLENDED). It is shrunk if it has clearly more
+        features, by the factor SHRUNK for each side, than `data.max_tiles` tiles have. `lines`: the grid as indices of
+        features, int64 [rows, columns]."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:

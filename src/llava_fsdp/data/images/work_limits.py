@@ -235,6 +235,7 @@ def check_gif(data: bytes) -> None:
 
 def check_bmp(data: bytes) -> None:
     """Raise TooMuchWork if a BMP with run-length encoding has too many pixels or bytes."""
+    # only headers of 40 bytes or more have a compression method: 1 and 2 are run-length encodings
     if read_number("<I", data, 14) < 40 or read_number("<I", data, 30) not in (1, 2):
         return
     width, height = struct.unpack_from("<ii", data, 18)
@@ -374,6 +375,7 @@ def check_tiles(first_values: dict[int, int], offset_counts: dict[int, int]) -> 
     width, height = first_values.get(WIDTH, 0), first_values.get(LENGTH, 0)
     tile_width, tile_height = first_values.get(TILE_WIDTH, width), first_values.get(TILE_LENGTH, height)
     require_at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")
+    # with 2, each color channel has strips or tiles of its own
     layers = max(first_values.get(SAMPLES, 1), 1) if first_values.get(PLANAR) == 2 else 1
     for tag, (across, down) in zip(
         OFFSETS, ((width, first_values.get(ROWS, height)), (tile_width, tile_height)), strict=True

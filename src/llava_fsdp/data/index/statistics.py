@@ -237,8 +237,8 @@ def named_losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return {kind of problem: the number of records that have it, whether they are trained on, what it means, and the
-    first SHOWN of them}, as in report.json."""
+    """Return {kind of problem: facts}, as in report.json: the number of records that have it (`records`), whether they
+    are trained on (`kept`), what it means, the first of these records (SHOWN at most), and how many are not shown."""
     found = {
         kind: {
             "records": count,

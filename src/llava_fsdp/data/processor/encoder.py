@@ -91,8 +91,8 @@ class ProcessorEncoder(AnswerEncoder):
         return self.encode(segments, record.images[:count], shapes, record.where)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
-        """Truncate a sample to `max_length` tokens. Raise DataError if it loses images, and the processor writes other
-        tokens for those that are left."""
+        """Truncate the sample `whole` of a record to `max_length` tokens. Raise DataError if it loses images, and the
+        processor writes other tokens for the images that are left than it writes for them with the lost ones."""
         made = truncate(whole, self.max_length)
         assert whole.processor_text is not None
         count, shapes = len(made.images), whole.processor_text.shapes
@@ -127,6 +127,7 @@ class ProcessorEncoder(AnswerEncoder):
         rows = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
         if not all(map(len, rows)):
             raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
+        # only stored if the text has the images in another order than the record's list of images
         places = tuple(order) if order != sorted(order) else None
         images = tuple(names[n] for n in order)
         return Sample(
@@ -158,8 +159,10 @@ class ProcessorEncoder(AnswerEncoder):
 
         Args:
             segments: the conversation, with the placeholders of images and videos.
-            made: the ids of the sample.
+            made: the ids of the sample. If its last answer was tokenized apart from the prompt (`is_apart`), the texts
+                end before this answer.
             shapes: what the tokens of each image and video depend on, in the order of the text.
+            where: name of the record in messages.
 
         Raises:
             DataError: a text of the record contains a token that stands for images or videos.
@@ -173,11 +176,12 @@ class ProcessorEncoder(AnswerEncoder):
                 "data.special_tokens=text",
                 Kind.special_token,
             )
-        # if answers are tokenized apart, the processor gets the text before the last one that has labels
+        # index of the segment that begins the last answer with labels
         last = max((n for n, own in enumerate(segments) if own.begins_answer and own.supervised), default=0)
         places = [self.placeholder(shape) for shape in shapes]
         texts = split_at_images(segments[:last] if made.is_apart else segments, places)
-        # whether the processor makes the ids of the sample from these texts
+        # whether the processor makes the ids of the sample from these texts; it does not if special tokens in the text
+        # of the record are tokenized as ordinary text (`hides_special`)
         is_whole = not made.hides_special and len(texts) == len(made.image_spans) + 1
         if not is_whole:  # it gets the placeholders alone
             texts = ["", *places]
@@ -227,6 +231,7 @@ class ProcessorEncoder(AnswerEncoder):
                     f"{', '.join(map(shown_shape, clips))} together than for each alone; give each a record of its own",
                     Kind.image_shape,
                 )
+            # the texts depend on what the frames show, so they are not valid for other videos of the same shapes
             if self.processor.needs is VideoNeeds.content:
                 return tuple(texts)
             key = tuple(replace(clip, read=None) for clip in clips)  # the function may hold a record
