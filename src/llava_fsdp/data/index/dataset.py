@@ -175,8 +175,8 @@ class Records:
         if names is None:
             return self.index.store.fetch_ahead(numbers_in_index)
         names_to_fetch = {self.number_in_index(number): own for number, own in names.items()}
+        # the function returns what to download of an image: all (its location), or nothing (None)
         self.index.store.fetch_ahead(
-            # the function returns what to download of an image: all (its location), or nothing (None)
             numbers_in_index, lambda number, name, place: place if name in names_to_fetch[number] else None
         )
 

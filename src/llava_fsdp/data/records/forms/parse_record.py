@@ -77,8 +77,8 @@ class RecordKeys:
     @cached_property
     def read(self) -> frozenset[str]:
         """All keys of a record that are read or refused, without those for videos. With `data.pairs`, these include the
-        keys of a pair (PAIR_KEYS). If `chosen` is the user's key of a question or answer, all keys that pairs may have
-        (PREFERENCES) are included: their other answers are left out on purpose."""
+        keys of a pair (PAIR_KEYS). If the user names `chosen` as the key of a question or answer, all keys that pairs
+        may have (PREFERENCES) are included: that the others are not read is then intended."""
         pair = self.pair or ()
         better = PREFERENCES if "chosen" in pair else PAIR_KEYS if self.pairs else frozenset[str]()
         return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE, SYSTEM}
