@@ -321,7 +321,8 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches that each rank has in a full step, with one padded row per sample."""
+        """Number of micro-batches that each rank has in a full step, if each sample is a padded row (not packed with
+        others). A pipeline may need more of them than the samples fill."""
         steps = self.steps
         needed = num_micro_batches(steps.global_batch_size, steps.world_size, steps.micro_batch_size)
         return steps.round_micro_batches(needed)

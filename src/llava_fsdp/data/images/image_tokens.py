@@ -113,11 +113,13 @@ class ImageTokens:
         return np.append(grids.reshape(-1), as_blended(np.array([NEWLINE_ROW])))
 
     def tokens_of_tiles(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles, as `of` does: first those of the whole image, which is
-        tile 0, then those of the grid of tiles.
+        """Return the tokens of an image that is cut into tiles, each the index of a feature or, with anyres_max, an
+        element of dtype BLENDED (indices and weights of four): first those of the whole image, which is tile 0, then
+        those of the grid of tiles.
 
-        With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
-        of the grid ends with NEWLINE_ROW, the index of the learned vector that ends a line.
+        With `model.patch_merge=flat`, the tokens of the grid are in the order of its tiles; otherwise in the order of
+        its lines, across all tiles. With `spatial_unpad`, features of the grid that show only padding are left out, and
+        each line of the grid ends with NEWLINE_ROW, the index of the learned vector that ends a line.
         """
         side, (across, down) = self.side, self.grid(size)
         whole = np.arange(side * side)

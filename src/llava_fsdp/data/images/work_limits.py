@@ -126,6 +126,7 @@ def check_jpeg(data: bytes) -> None:
         elif marker == 0xE1 and data.startswith(EXIF, at + 2):
             exif.append(data[at + 8 : at + size])
             require_at_most(len(exif), EXIF_SEGMENTS, "or more EXIF segments")
+        # an index of several pictures, which has the form of EXIF data
         elif marker == 0xE2 and data.startswith(b"MPF\0", at + 2):
             check_exif(data[at + 6 : at + size])
         elif marker in TABLE_MARKERS:
@@ -339,6 +340,7 @@ def check_directory(data: bytes, entries: Iterable[Field], order: str, total: To
         if kind in FRACTION:
             total.fractions += count
             require_at_most(total.fractions, FRACTIONS, "or more fractions in its fields")
+        # OPAQUE: Pillow keeps these values as bytes or text, so they become no numbers in Python
         elif width and kind not in OPAQUE:
             total.values += count
             require_at_most(total.values, VALUES, "or more numbers in its fields")

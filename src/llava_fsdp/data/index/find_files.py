@@ -29,7 +29,7 @@ INDEX = ".index"
 
 
 def find_files(value: str, key: str) -> list[str | RemoteFile]:
-    """Return the files of records that a setting names; local ones as paths.
+    """Return the files of records that a setting names: a local one as its path, a remote one as a RemoteFile.
 
     Args:
         value: a file, a folder, in which all files of records are found, a pattern with `*`, `?`, `[...]` or `**`, a

@@ -260,8 +260,8 @@ class ProcessorEncoder(AnswerEncoder):
 
     def blanks(self, has_videos: bool) -> dict[str, Row]:
         """Return blank samples, which have one black image or one black video, and no labels: {letters of kinds of
-        media: the sample that a micro-batch without media of these kinds gets} (`ProcessorImages.blanks`). With them,
-        the vision part runs on each rank, and equally often: once for images, and once for videos, unless a model's
+        media: the sample that a micro-batch without media of these kinds gets}. With them, the vision part runs on each
+        rank, and equally often: once for images, and once for videos. One blank image is enough for both if a model's
         tokens of videos are those of images.
 
         Args:
@@ -286,6 +286,7 @@ class ProcessorEncoder(AnswerEncoder):
             try:
                 made.append((self.encode([segment], [name], [shape], "a blank sample"), shape))
             except DataError:
+                # the processor can prepare none of the shapes
                 if shape is shapes[-1] and not made:
                     raise
         sample, shape = min(made, key=lambda own: len(own[0].input_ids))

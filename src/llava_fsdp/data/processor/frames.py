@@ -55,6 +55,8 @@ class ProcessorFrames:
         def fetch_videos(videos: Any, sample_indices_fn: Callable[..., Any] | None = None) -> Any:
             raise FrameRule(sample_indices_fn)
 
+        # `fetch_videos` takes the place of the method that reads a video's file; FrameRule brings its argument out of
+        # the call
         opened = self.processor.opened
         part = {"type": "video", "path": "a video"}
         options = {} if self.fps is None else {"fps": self.fps}

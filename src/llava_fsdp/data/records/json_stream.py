@@ -87,6 +87,7 @@ def check_lines(file: BinaryIO, name: str | Path) -> None:
     first = b""
     while not first and (line := file.readline(BLOCK)):
         first = line.strip()
+    # a line that was not read to its end cannot be parsed here
     if not first.startswith(b"[") or len(first) >= BLOCK - 2:
         return
     try:

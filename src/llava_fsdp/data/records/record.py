@@ -177,8 +177,8 @@ class Record:
 
     @property
     def signed_words(self) -> int:
-        """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no key for
-        images (LLaVA train.py:684-690)."""
+        """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no image and no
+        key for one (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in (*self.turns, *([self.rejected] if self.rejected else ())))
         return words if self.has_image_key else -words
 

@@ -344,6 +344,8 @@ class ExaminePictures(DatasetPass):
                 facts = examined[key]
                 if isinstance(facts, ImageProblem):
                     record = record or self.store.record(number)
+                    # the reason names the image, as several records may have it; here the record's name is put in its
+                    # place
                     reason = f"{record.where}: {facts.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.teller_of(number, record.known_id)(facts.kind, reason)
                     facts = ImageFacts(0, 0, 0)
