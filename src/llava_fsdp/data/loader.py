@@ -137,8 +137,14 @@ def build_loader(
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageSource]:
-    """Build the two objects that convert records to the input of one model. Raise ConfigError if the model and the
-    configuration do not fit together."""
+    """Build the two objects that convert records to the input of one model: the encoder, which makes token ids and
+    labels, and the source of images. Raise ConfigError if the model and the configuration do not fit together.
+
+    Args:
+        language_folder: folder of the language model, with its tokenizer.
+        vision_folder: folder of the vision tower, with its preprocessor.
+        shape: properties of the model on which its inputs depend.
+    """
     images = cfg.data.images
     folder = None if images is None or is_remote(images) else Path(images)
     if shape.processor_folder is not None:

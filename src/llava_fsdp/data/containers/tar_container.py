@@ -121,6 +121,7 @@ def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
             check_zeros(file, at)
             return
         kind, size, at_body = header[156:157], header_size(file, at, header), at + BLOCK
+        # a pax header or a GNU long name, which describes members that follow
         if kind in EXTRAS:
             if size > MOST_EXTRA:
                 refuse(file, at, f"a header has {size} bytes, most are {MOST_EXTRA}", PACK_AGAIN)

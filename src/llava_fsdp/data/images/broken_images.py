@@ -147,6 +147,7 @@ def tiff_needs(data: bytes) -> int:
             offsets_and_sizes[tag] = f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", place
     if needs > len(data):
         return needs
+    # PIECES: tags with the offsets of the strips or tiles of the image, and with their sizes in bytes
     for begin, size in PIECES.items():
         if begin in offsets_and_sizes and size in offsets_and_sizes:
             starts, sizes = (

@@ -74,8 +74,8 @@ def find_state(sources: list[DataSource], folder: Path, most_bytes: int, watch: 
 
 
 def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
-    """Return the SHA-256 checksum of each file. A file whose size and modification time are those stored in `folder` is
-    not read again, unless `look_again`."""
+    """Return the SHA-256 checksum of each file. A file whose size and modification time are those stored in
+    `digests.json` in the folder of the index is not read again, unless `look_again`. `watch` shows the progress."""
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
         stored = parse_object((folder / DIGESTS).read_bytes())

@@ -98,7 +98,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 
 def count_sources(records: Records) -> list[Counts]:
-    """Return the counts of each data source, all but `problems`."""
+    """Return the counts of each data source. Their field `problems` is still empty."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     found = [
@@ -110,7 +110,7 @@ def count_sources(records: Records) -> list[Counts]:
 
 
 def count_files(records: Records) -> list[Counts]:
-    """Return the counts of each file of records, all but `problems`."""
+    """Return the counts of each file of records. Their field `problems` is still empty."""
     parts = records.index.store.parts
     kept = records.samples_before(file_bounds(records).tolist())
     ranges = zip(parts, itertools.pairwise(kept), strict=True)

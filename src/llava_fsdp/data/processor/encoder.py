@@ -301,8 +301,8 @@ def shown_shape(shape: Shape) -> str:
 
 
 def split_at_images(segments: Sequence[Segment], placeholders: Sequence[str]) -> list[str]:
-    """Return the text of segments in pieces: the one before the first image or video, and for each the next of the
-    placeholders with the text behind it."""
+    """Return the text of segments in pieces: the text before the first image or video; then for each image or video its
+    placeholder, with the text behind it up to the next one."""
     texts, places = [""], iter(placeholders)
     for own in segments:
         if own.image is None:

@@ -183,13 +183,15 @@ class ProcessorInputs:
         """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
         (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
 
-        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. It gets those
-        inputs of the vision part that have one entry for each image, or video, of the micro-batch, with the entries of
-        the sample's. Other inputs, such as patches, are left out.
+        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. Of the inputs of
+        the vision part, it gets those that have one entry for each image, or each video, of the micro-batch, and of
+        these the entries of the sample's images or videos. Other inputs, such as patches, are left out.
 
         Args:
+            rows: the samples, each with its images.
             lacking: for each sample, the number of its tokens, images included, that are those of the sample before.
             types: for each sample, the types of its tokens by name.
+            made: what the processor made of the micro-batch.
         """
         rule, names = self.reader.positions, self.reader.processor.image_names
         assert rule is not None

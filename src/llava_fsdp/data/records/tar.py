@@ -83,6 +83,7 @@ class SampleReader:
 
     def line(self) -> bytes:
         """Return the sample's record as one line of JSON, or a placeholder if it has more than `max_bytes`."""
+        # the members that are read as text: `json`, and those of the question and the answer
         texts = (RECORD, *(self.keys.pair or ()))
         largest = max(self.sample.members.get(extension, (0, 0))[1] for extension in texts)
         if largest > self.max_bytes:
@@ -113,8 +114,8 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample's record with the locations of its images. Where `raw` lacks the question or the answer,
-        the members that `keys.pair` names have it. Members that are not read (other media, unknown ones) get the
+        """Return the sample's record with the locations of its images. If `raw` lacks the question or the answer, it is
+        taken from the member that `keys.pair` names. Members that are not read (other media, unknown ones) get the
         placeholder HELD.
 
         Args:
