@@ -94,7 +94,8 @@ class RemoteStorage:
 
     def stat(self, url: str) -> RemoteFile:
         """Request the size and the present version of a file. `url`: URL of a folder that `pin_folder` returns, with
-        the name of the file appended. It has no version (`?versionId=`, VERSION) of its own."""
+        the name of the file appended. Raise RemoteGone if there is no such file. A URL with a version (VERSION,
+        `?versionId=`) counts as one of no file."""
         if len(url.encode()) > LONGEST_URL or VERSION in url:
             raise error_about(url, RemoteGone, "no file has such a name")
         client = self._client(url)

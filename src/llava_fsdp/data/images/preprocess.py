@@ -151,9 +151,9 @@ class ImageReader(ImageSource):
 
     @property
     def one_tile_preprocessor(self) -> Preprocessor:
-        """The Preprocessor of an image that is not cut into several tiles. With anyres_max, the image is squeezed to a
-        square with the bicubic filter, as LLaVA-OneVision does for all images, whatever the vision tower's own
-        preprocessing is."""
+        """The Preprocessor of an image that is not cut into several tiles. With anyres_max, the image is resized to the
+        square without a crop and with the bicubic filter, as LLaVA-OneVision also resizes images that are cut into
+        tiles, whatever the vision tower's own preprocessing is."""
         if self.tokens.aspect is not AspectRatio.anyres_max:
             return self.preprocessor
         return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)

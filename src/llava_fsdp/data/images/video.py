@@ -302,9 +302,9 @@ def time_of(timed: Any) -> Any:
 def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
     """Yield the frames with the given numbers, which ascend.
 
-    Decoding continues behind the frame that was yielded last. If a later key frame comes before the next frame, or is
-    that frame, decoding begins anew at this key frame, so that fewer frames are decoded. If the decoder gives no frame
-    at the time of a packet, the last frame before it is yielded.
+    Decoding continues behind the frame that was yielded last. If the next frame is at or behind a later key frame than
+    that at which decoding began last, it begins anew at this key frame, so that fewer frames are decoded. If the
+    decoder gives no frame at the time of a packet, the last frame before it is yielded.
     """
     frames: Iterator[Any] = iter(())
     # index of the key frame at which decoding began last; the last frame at or before the time; the one after it

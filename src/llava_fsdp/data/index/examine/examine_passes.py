@@ -181,11 +181,11 @@ class ReadRecords(DatasetPass):
 
     def columns(self, numbers: range, found: Findings) -> Columns:
         """Parse the records with these numbers. Return columns that later passes and the statistics need; `found` gets
-        the records' problems. A record that cannot be read or parsed has zeros.
+        the records' problems.
 
         Columns with a value for each record: id_hash, digest (checksum of its bytes), words and pictures (number of
         images). NAME_SIZE has the length of each image's path, and `names` the bytes of all paths. UNREAD has, as JSON,
-        how many records have each key that is not read.
+        how many records have each key that is not read. An invalid record has zeros, but for its digest.
         """
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))

@@ -131,8 +131,8 @@ class RecordReader:
         return weights
 
     def weights_under(self, what: str, key: str, value: Any, is_answer: bool) -> AnswerWeights | None:
-        """Return the weights that a key gives the labels of an answer. Note the key if it cannot be obeyed; the weights
-        are then 1.
+        """Return the weights that a key gives the labels of an answer. If the key cannot be obeyed, note this, and
+        return weights of 1.
 
         A question (`is_answer=False`) is never learnt. A key that gives it a weight above 0 is noted, too. If the key
         is of another kind, such as a verdict (whether an answer is a good one), None is returned: it counts as a key
