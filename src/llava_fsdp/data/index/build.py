@@ -285,8 +285,8 @@ def holding_lock(path: Path) -> Iterator[None]:
 
 
 def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Open the index if it is complete for the present sizes and modification times of the dataset's files; else return
-    None."""
+    """Open the index of a dataset if all its parts are complete for the present sizes and modification times of the
+    dataset's files; else return None. `folder`: folder of the index."""
     known_state = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known_state is None:
         return None
@@ -294,6 +294,7 @@ def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | N
     if not ((state / "texts").is_dir() and (state / plan.records_name).is_dir()):
         return None
     plan = plan.with_examine_chosen(state / plan.records_name)
+    # there may be several versions, as a new one is made when a bad image was fixed
     pictures = newest_version(state / pictures_name(plan))
     if pictures is None:
         return None

@@ -328,6 +328,8 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
         joined = "".join(text.texts)
         black = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
         videos = [(frames_of(own, VideoNeeds.values), own) for own in shapes if isinstance(own, Clip)]
+        # with `is_prompt`, the texts end before the last answer, so the processor makes only the first of the sample's
+        # ids
         ids = processor([joined], [black], videos).ids[0] if shapes else processor.tokenize(joined)
         if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
             text.is_prompt or len(ids) == len(sample.input_ids)

@@ -38,6 +38,7 @@ def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTe
     with contextlib.suppress(Unfit):
         found = learn_placeholder(template, VIDEO)
         video = NO_VIDEO if found in image or image in found else found
+    # `layouts`: what was learnt of the template while it had no placeholders is dropped
     template = replace(template, images=ImageParts(image=image, video=video), layouts={})
     if reason := unfit(template):
         raise ConfigError(f"data.template={name}: the chat template {path} {reason}")

@@ -404,9 +404,11 @@ class ExaminePictures(DatasetPass):
     def examine_one(
         self, folder: str | None, name: str, full: bool, file: ImageFile | None
     ) -> ImageFacts | ImageProblem:
-        """Check that an image or video can be read, and return its size, or its problem.
+        """Check that an image or video can be read, and return its size, or its problem. In the problem, `name` stands
+        for the record, because several records may have the image.
 
         Args:
+            folder: folder of the images; None: it is not set.
             full: whether to decode it.
             file: the image, if it is embedded in the record or its file; None: `name` is a path in `folder`.
         """

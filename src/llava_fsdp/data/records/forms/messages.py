@@ -112,10 +112,12 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
 
 def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn, form: str) -> list[Turn]:
     """Parse a message whose content is a list of parts. Return the results of calls in it, each as a turn, and then the
-    turn of the message itself, unless it has only results.
+    turn of the message itself, unless it has only results. A question may have results of calls, and an answer thoughts
+    and calls, as parts of the types that Anthropic writes; all other parts are texts and media.
 
     Args:
         what: name of the message in error messages.
+        content: the parts.
         turn: the message without its content.
         form: place of the parts in the record, such as `messages[].content[].`, for the names of unread keys.
     """
