@@ -183,9 +183,9 @@ class ProcessorInputs:
         """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
         (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
 
-        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. Of the inputs of
-        the vision part, it gets those that have one entry for each image, or each video, of the micro-batch, and of
-        these the entries of the sample's images or videos. Other inputs, such as patches, are left out.
+        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. It gets the inputs
+        of the vision part that have one entry for each image, or each video, of the micro-batch, cut to the entries of
+        the sample's images or videos. Other inputs, such as patches, are left out.
 
         Args:
             rows: the samples, each with its images.

@@ -100,7 +100,7 @@ def check_lines(file: BinaryIO, name: str | Path) -> None:
 
 def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
     """Yield the span (offset, size, number of its first line) of each element of a JSON list that comes after the span
-    `after`; None: from the beginning. Of a record with more than `max_bytes` bytes, only brackets and quotes are
+    `after`; None: from the beginning. In a record with more than `max_bytes` bytes, only brackets and quotes are
     matched. `name`: name of the file in error messages."""
     with path.open("rb") as file:
         window = Window(file, begin(file, name), max_bytes) if after is None else window_behind(file, after, max_bytes)
