@@ -24,6 +24,7 @@ def permuted(positions: np.ndarray, count: int, *purpose: str | int) -> np.ndarr
     keys = np.array([derive(*purpose, count, number) for number in range(ROUNDS)], dtype=np.uint64)
     bits = half_bits(count)
     values = network(positions.astype(np.uint64), keys, bits)
+    # the network permutes a larger range: a value outside of range(count) is mapped again until it is inside
     while len(outside := np.flatnonzero(values >= np.uint64(count))):
         values[outside] = network(values[outside], keys, bits)
     return values.astype(np.int64)

@@ -96,8 +96,10 @@ def build_loader(
     Args:
         language_folder: folder of the language model, with its tokenizer.
         vision_folder: folder of the vision tower, with its preprocessor.
+        shape: sizes and other properties of the model on which its inputs depend.
         rank: number of this rank among those that process different rows.
         world_size: number of ranks that process different rows at the same time.
+        device: the device that micro-batches are moved to.
         gather: collective operation that collects the skipped samples of all ranks.
         choose: function that makes the sampler from the opened records; None: the setting `sampler` selects it.
         cut: which positions of each packed row this rank processes; None: all.
@@ -116,6 +118,7 @@ def build_loader(
             f"loss.kernel=torch: torch's kernel returns the sum of all losses, and records of {records.index.folder} "
             "give labels weights between 0 and 1; set loss.kernel=auto, or data.weights=ignore"
         )
+    # blank images and videos for micro-batches without any, so that all ranks run the same modules
     if shape.needs_blank and isinstance(image_reader, ProcessorImages):
         assert isinstance(encoder, ProcessorEncoder)
         image_reader = replace(image_reader, blanks=encoder.blanks(records.has_videos))
@@ -134,8 +137,14 @@ def build_loader(
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageSource]:
-    """Build the two objects that convert records to the input of one model. Raise ConfigError if the model and the
-    configuration do not fit together."""
+    """Build the two objects that convert records to the input of one model: the encoder, which makes token ids and
+    labels, and the source of images. Raise ConfigError if the model and the configuration do not fit together.
+
+    Args:
+        language_folder: folder of the language model, with its tokenizer.
+        vision_folder: folder of the vision tower, with its preprocessor.
+        shape: properties of the model on which its inputs depend.
+    """
     images = cfg.data.images
     folder = None if images is None or is_remote(images) else Path(images)
     if shape.processor_folder is not None:
@@ -193,8 +202,9 @@ def open_processor_encoding(
 
 
 def check_kinds(cfg: Config, records: Records, processor: Processor) -> None:
-    """Raise ConfigError if images and videos may come into one micro-batch, and the model cannot tell their tokens
-    apart. It need not if both become inputs of the same names (`shares_inputs`), which have the order of the tokens."""
+    """Raise ConfigError if images and videos may come into one micro-batch, and their tokens have the same id, so that
+    the model cannot tell them apart. If both become inputs of the same names (`shares_inputs`), it need not tell them
+    apart: these inputs are in the order of the tokens."""
     has_rows = cfg.packs or cfg.micro_batch_size > 1
     if not (has_rows and records.has_videos and records.has_images) or processor.shares_inputs:
         return
@@ -207,8 +217,10 @@ def check_kinds(cfg: Config, records: Records, processor: Processor) -> None:
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
     """Build the encoder that the setting `labels` selects. Raise ConfigError if `data.template` does not exist or
-    cannot be trained with, or the tokenizer lacks tokens that the settings need."""
+    cannot be trained with, or the tokenizer lacks tokens that the settings need. `folder`: folder of the language
+    model; `image_reader` says which tokens an image has."""
     start_end = cfg.model.image_start_end
+    # the padding token that LLaVA adds to the tokenizer with its option `--version v0`
     extra = (PAD_OF_V0,) if has_padding_token(cfg) else ()
     tokenizer = open_tokenizer(folder, shape.vocab_size, extra)
     form = open_template(cfg.data.template, folder, tokenizer)
@@ -310,11 +322,13 @@ class Loader:
         self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.sampler.per_epoch
         reader = steps.image_reader
+        # normalizes tiles on the device; images that a model's processor prepares are normalized before
         self.table = pixel_table(reader.preprocessor, device) if isinstance(reader, ImageReader) else None
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches that each rank has in a full step, with one padded row per sample."""
+        """Number of micro-batches that each rank has in a full step, if each sample is a padded row (not packed with
+        others). A pipeline may need more of them than the samples fill."""
         steps = self.steps
         needed = num_micro_batches(steps.global_batch_size, steps.world_size, steps.micro_batch_size)
         return steps.round_micro_batches(needed)
@@ -344,6 +358,7 @@ class Loader:
         if self.data.bad_records is BadRecords.fail:
             return step
         skipped = self.gather(step.facts.skipped)
+        # several ranks may have reported the same sample
         if skipped and self.steps.shares_rows:
             skipped = self.every_occurrence(step.facts.step, skipped)
         new = {sample.number for sample in skipped} - self.broken

@@ -93,7 +93,8 @@ BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
 
 
 def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
-    """Return whether a record that has a certain kind of problem is trained on."""
+    """Return whether a record that has a certain kind of problem is trained on. Whether it is may depend on the
+    settings `labels` and `data.too_long`."""
     match PROBLEMS[kind].kept:
         case Kept.like_original:
             return labels is Parity.llava_v1_5

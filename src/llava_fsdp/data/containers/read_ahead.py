@@ -19,7 +19,13 @@ class ReadAhead:
     the storage. Not thread-safe; usable after a fork, when the child downloads anew."""
 
     def __init__(self, storage: RemoteStorage, cache: RangeCache | None = None, most_ahead: int = MOST_AHEAD):
-        """`most_ahead`: maximum number of bytes that are downloaded and not read yet."""
+        """Begin without downloads.
+
+        Args:
+            storage: reads the ranges.
+            cache: keeps ranges on disk; None: they are not kept.
+            most_ahead: maximum number of bytes that are downloaded and not read yet.
+        """
         self.storage = storage
         self.cache = cache
         self.most_ahead = most_ahead

@@ -29,7 +29,7 @@ class PageCache:
         self.pages: OrderedDict[tuple[str, Page], bytes] = OrderedDict()
 
     def get(self, file: str, page: Page) -> bytes | None:
-        """Return the content of a page; None if it is not in the cache."""
+        """Return the decompressed content of a page of a file; None if it is not in the cache."""
         data = self.pages.get((file, page))
         if data is not None:
             self.pages.move_to_end((file, page))
@@ -46,7 +46,13 @@ class PageCache:
 
 
 def read_image(file: Reader, location: ImageLocation, pages: PageCache) -> bytes:
-    """Return the bytes of an image, still encoded (JPEG for example). `file` is `location.file`, opened.
+    """Return the bytes of an image, still encoded (JPEG for example).
+
+    Args:
+        file: the opened file `location.file`.
+        location: where the image is. With `location.page`, it is a part of this compressed page of a Parquet file;
+            otherwise its bytes stand in the file itself.
+        pages: the pages that were decompressed last; one that is decompressed here is added.
 
     Raises:
         ImageError: the image has more than `MOST_BYTES` bytes, or the page that contains it cannot be decompressed.

@@ -93,7 +93,9 @@ class RemoteStorage:
         return self._repeat(url, lambda seconds: client.pin_folder(url.rstrip("/"), seconds))
 
     def stat(self, url: str) -> RemoteFile:
-        """Request the size and the present version of a file in a folder that `pin_folder` returns."""
+        """Request the size and the present version of a file. `url`: URL of a folder that `pin_folder` returns, with
+        the name of the file appended. Raise RemoteGone if there is no such file. A URL with a version (VERSION,
+        `?versionId=`) counts as one of no file."""
         if len(url.encode()) > LONGEST_URL or VERSION in url:
             raise error_about(url, RemoteGone, "no file has such a name")
         client = self._client(url)
@@ -143,8 +145,9 @@ class RemoteStorage:
         return found if found is not None else self._objects.setdefault(key, make())
 
     def _repeat(self, url: str, request: Callable[[float], T]) -> T:
-        """Make a request, given the number of seconds left, and repeat it until the deadline as long as the storage
-        does not answer. `request` raises Failure."""
+        """Return the result of `request`, which is called with the number of seconds left. If it raises Failure of the
+        kind RemoteAway, the storage did not answer, and the request is repeated after a pause. A Failure of another
+        kind, or the last one before the deadline, is raised as an error of its kind about `url`."""
         begin = time.monotonic()
         end = begin + self.deadline
         attempts, kind, detail = 0, RemoteAway, ""

@@ -107,7 +107,7 @@ def check_answer(file: RemoteFile, size: int, length: int | None, content_range:
 
 
 def check_length(data: bytes, size: int) -> bytes:
-    """Return the body of an answer; raise Failure if it has another size."""
+    """Return `data`, the body of an answer; raise Failure if it has not `size` bytes."""
     if len(data) != size:
         raise Failure(RemoteAway, f"{len(data)} bytes came, {size} were asked for")
     return data

@@ -62,12 +62,13 @@ class TarSample:
 
 
 def tar_samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
-    """Yield the samples of a tar in order.
+    """Yield the samples of a tar in order. A sample consists of consecutive members whose paths are the same up to the
+    first dot of the file name; this part is its key, and what follows the dot is a member's extension.
 
     Args:
         file: the tar. Its headers are read one by one in ascending order, so a remote file should be read in large
             blocks.
-        skipped: counts the members of the tar that belong to no sample, and is updated: `folder`, `hidden file` (base
+        skipped: counts the members of the tar that belong to no sample, and is updated: `folder`, `hidden file` (file
             names that begin with a dot, such as macOS's `._x.jpg`) and `no extension`.
 
     Raises:
@@ -120,6 +121,7 @@ def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
             check_zeros(file, at)
             return
         kind, size, at_body = header[156:157], header_size(file, at, header), at + BLOCK
+        # a pax header or a GNU long name, which describes members that follow
         if kind in EXTRAS:
             if size > MOST_EXTRA:
                 refuse(file, at, f"a header has {size} bytes, most are {MOST_EXTRA}", PACK_AGAIN)
@@ -228,7 +230,9 @@ def header_name(file: Reader, at: int, header: bytes) -> str:
 
 
 def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, str]:
-    """Return what a pax header or a GNU long name says about the next member, as {pax keyword: value}."""
+    """Return what an extra header of the type `kind` (pax, or GNU's long name or long link target) says about the next
+    member, or if it is a global pax header about all that follow, as {pax keyword: value}. `data`: content of the
+    header, which begins at byte `at`."""
     if kind in (LONG_NAME, LONG_LINK):
         return {"path" if kind == LONG_NAME else "linkpath": decode_name(file, at, data)}
     values, start = {}, 0

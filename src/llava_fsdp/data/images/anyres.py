@@ -22,9 +22,10 @@ def grid_sizes(pinpoints: list[list[int]], tile: int, aspect: AspectRatio = Aspe
     """Return the sizes to which an image may be resized before it is cut into square tiles.
 
     Args:
-        pinpoints: configured sizes [width, height] in pixels, which are returned; if empty, the default grids of
-            LLaVA-NeXT (anyres) or LLaVA-OneVision (anyres_max) are.
-        aspect: the setting `data.image_aspect_ratio`, which selects these default grids.
+        pinpoints: the configured sizes [width, height] in pixels. If there are any, they are returned; otherwise the
+            default grids of LLaVA-NeXT (anyres) or LLaVA-OneVision (anyres_max).
+        tile: width of a tile in pixels.
+        aspect: the setting `data.image_aspect_ratio`, which selects the default grids.
     """
     grids = MAX_GRIDS if aspect is AspectRatio.anyres_max else GRIDS
     return [(w, h) for w, h in pinpoints] or [(w * tile, h * tile) for w, h in grids]

@@ -95,6 +95,7 @@ def gif_ends_early(data: bytes) -> bool:
             blocks, at = blocks + 1, at + 1 + data[at]
         return at + 1
 
+    # a GIF with more blocks than `most` has very short ones, and is not read to its end, because that would take long
     blocks, most = 0, 4096 + len(data) // SHORT_BLOCK
     at = behind_palette(13, data[10])
     while data[at] != 0x3B and blocks < most:
@@ -146,6 +147,7 @@ def tiff_needs(data: bytes) -> int:
             offsets_and_sizes[tag] = f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", place
     if needs > len(data):
         return needs
+    # PIECES: tags with the offsets of the strips or tiles of the image, and with their sizes in bytes
     for begin, size in PIECES.items():
         if begin in offsets_and_sizes and size in offsets_and_sizes:
             starts, sizes = (

@@ -122,9 +122,11 @@ class ImageFacts:
 
 
 def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> ImageFacts:
-    """Check that an image can be read, and return its size and checksum.
+    """Check that an image can be read, and return its size after and its height before turning by the EXIF orientation,
+    and with `full` the checksum of its file.
 
     Args:
+        where: names the record in errors.
         full: whether to decode the whole image. If false, only the beginning of the file is read if that contains the
             size; then a truncated or broken rest is not noticed.
         scaled: with `full`, whether to also check that an image with more than 8 bits per value can be scaled to 8
@@ -184,8 +186,8 @@ def open_bytes(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image
 
 @contextlib.contextmanager
 def open_checked_bytes(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
-    """Context manager that opens an image from its file's bytes. Errors of Pillow in the `with` block become
-    ImageErrors."""
+    """Context manager that opens an image from its file's bytes. Errors of Pillow in the `with` block (BROKEN) become
+    ImageErrors with a `kind`; `where` names the record in them."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):

@@ -49,12 +49,14 @@ class Decoded:
         reduction = min((right - left) / shape[0], (bottom - top) / shape[1])
         if reduction >= NARROW and resample is Resampling.BICUBIC:
             resample = Resampling.HAMMING
+        # `self.left` and `self.top` say where the full image begins in the decoded one
         right, bottom = min(self.left + right, self.image.width), min(self.top + bottom, self.image.height)
         return self.image.resize(shape, resample, (self.left + left, self.top + top, right, bottom), GAP)
 
 
 def decode(file: Image.Image, least_shape: tuple[float, float], what: str) -> Decoded:
-    """Decode an image to at least the (width, height) `least_shape`, and turn it by its EXIF orientation."""
+    """Decode an image, and turn it by its EXIF orientation. A JPEG is decoded at a half, a quarter or an eighth of its
+    size if that is at least `least_shape`, (width, height) after turning. `what` names the image in errors."""
     full, orientation = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in least_shape)
     stored = file.width
@@ -70,8 +72,8 @@ def decode(file: Image.Image, least_shape: tuple[float, float], what: str) -> De
 def pad_and_resize(
     file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str
 ) -> Image.Image:
-    """Return a square of `size` pixels a side with the resized image in its middle and padding of one color around
-    it."""
+    """Return a square of `size` pixels a side with the resized image in its middle and padding of one color around it.
+    `file` is not decoded yet; `what` names the image in errors."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)
@@ -108,7 +110,8 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
 
 
 def resize_centre(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Return the central square of an image, resized to `size` pixels a side."""
+    """Return the central square of an image, resized to `size` pixels a side. `file` is not decoded yet; `what` names
+    the image in errors."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -124,8 +127,15 @@ def squeeze(file: Image.Image, size: int, resample: Resampling, what: str) -> Im
 
 
 def resize_tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """Return the square tiles of an image for the vision tower: the whole image, then the tiles of the grid, out of
-    `sizes`, that fits it best, row by row (anyres)."""
+    """Return the square tiles of an image for the vision tower: the whole image, then row by row the tiles of the grid
+    that fits it best (anyres).
+
+    Args:
+        file: the image, not decoded yet.
+        tile: width of a tile in pixels.
+        sizes: sizes in pixels of the grids to choose from.
+        what: names the image in errors.
+    """
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
     image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)

@@ -111,7 +111,9 @@ class ImageSource(ABC):
         """Read an image file or a video, like `tiles`.
 
         Args:
-            num_images: number of images of the record, without videos.
+            where: names the record in errors.
+            num_images: number of images of the record, without videos. Some models cut an image into tiles only if it
+                is the only one.
             sizes: the sizes (width, height) for which the image's tokens were counted; an image with another size is
                 refused if the number of its tokens depends on the size.
         """

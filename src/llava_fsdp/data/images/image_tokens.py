@@ -89,8 +89,13 @@ class ImageTokens:
 
     def of(self, size: Size | None, images: int) -> np.ndarray:
         """Return the tokens of one image, one array element for each: the index of the vision feature that it is,
-        int64, or with anyres_max an element of dtype BLENDED (four indices and weights). `images`: number of images in
-        the sample; `size`: (width, height) in pixels, used only if `needs_size`."""
+        int64, or with anyres_max an element of dtype BLENDED (four indices and weights). NEWLINE_ROW stands for the
+        learned vector that ends a line of features; with anyres_max, an image that is not cut into tiles ends with it.
+
+        Args:
+            size: (width, height) in pixels, used only if `needs_size`.
+            images: number of images in the sample.
+        """
         if self.needs_size(images):
             assert size is not None, "the tokens of an image of several tiles depend on its size"
             return self.tokens_of_tiles(size)
@@ -108,11 +113,13 @@ class ImageTokens:
         return np.append(grids.reshape(-1), as_blended(np.array([NEWLINE_ROW])))
 
     def tokens_of_tiles(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles, as `of` does: first those of the whole image, which is
-        tile 0, then those of the grid of tiles.
+        """Return the tokens of an image that is cut into tiles, each the index of a feature or, with anyres_max, an
+        element of dtype BLENDED (indices and weights of four): first those of the whole image, which is tile 0, then
+        those of the grid of tiles.
 
-        With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
-        of the grid ends with NEWLINE_ROW, the index of the learned vector that ends a line.
+        With `model.patch_merge=flat`, the tokens of the grid are in the order of its tiles; otherwise in the order of
+        its lines, across all tiles. With `spatial_unpad`, features of the grid that show only padding are left out, and
+        each line of the grid ends with NEWLINE_ROW, the index of the learned vector that ends a line.
         """
         side, (across, down) = self.side, self.grid(size)
         whole = np.arange(side * side)
@@ -135,8 +142,9 @@ class ImageTokens:
         return width // self.tile, height // self.tile
 
     def shrink_to_limit(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of features, given by their indices, int64 [rows, columns], as weighted sums of features (dtype
-        BLENDED). It is shrunk if it has clearly more features than `data.max_tiles` tiles have."""
+        """Return a grid of features as weighted sums of features (dtype BLENDED). It is shrunk if it has clearly more
+        features, by the factor SHRUNK for each side, than `data.max_tiles` tiles have. `lines`: the grid as indices of
+        features, int64 [rows, columns]."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:

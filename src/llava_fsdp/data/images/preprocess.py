@@ -69,7 +69,8 @@ class Preprocessor:
 
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
     """Return the content of `preprocessor_config.json` in a model folder. Without this file, return the section
-    `image_processor` of the `processor_config.json` that transformers 5 writes; empty without either file."""
+    `image_processor` of the `processor_config.json` that transformers 5 writes; empty without either file. Raise
+    ModelError if the file names Python code of the model."""
     path, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     existing = next((file for file in (path, combined) if file.is_file()), None)
     if existing is None:
@@ -138,6 +139,7 @@ class ImageReader(ImageSource):
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         rule = self.tokens
         form = f"{rule.aspect.value} {pixels} {rule.merge.value}"
+        # only anyres_max shrinks grids of features, and only with it are videos read
         limit = f" {rule.max_tiles} {self.sampling}" if rule.aspect is AspectRatio.anyres_max else ""
         return f"{self.preprocessor} {rule.features} {rule.sizes} {form}{limit}"
 
@@ -149,8 +151,9 @@ class ImageReader(ImageSource):
 
     @property
     def one_tile_preprocessor(self) -> Preprocessor:
-        """The Preprocessor of an image that is not cut into several tiles. LLaVA-OneVision resizes it with the bicubic
-        filter, as it resizes an image that is cut into tiles, even if the vision tower has another filter."""
+        """The Preprocessor of an image that is not cut into several tiles. With anyres_max, the image is resized to the
+        square without a crop and with the bicubic filter, as LLaVA-OneVision also resizes images that are cut into
+        tiles, whatever the vision tower's own preprocessing is."""
         if self.tokens.aspect is not AspectRatio.anyres_max:
             return self.preprocessor
         return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -179,7 +182,8 @@ class ImageReader(ImageSource):
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_tiles(self, record: Record, number: int, tokens: int = 0) -> int:
-        """Return the number of tiles of an image, or of sampled frames of a video. `tokens` is not needed for it."""
+        """Return the number of tiles of an image, or of sampled frames of a video. `tokens` is used only by the classes
+        of models that count the work for an image in tokens."""
         if is_video(record.images[number]):
             return self.count_frames(record, number)
         images = record.num_images
@@ -207,8 +211,9 @@ class ImageReader(ImageSource):
         return self.sampling
 
     def has_image_facts(self, record: Record) -> bool:
-        """Return whether the index has what the number of tokens of each image and video depends on: the length of a
-        video and, if images are cut into tiles, the size of an image. It has 0 where a file could not be read."""
+        """Return whether the index knows enough of a record's images and videos to compute their numbers of tokens: the
+        length of each video and, if images are cut into tiles, the size of each image. In the index, these are 0 if the
+        file could not be read."""
         assert record.sizes is not None and record.frames is not None
         needs_size = self.tokens.needs_size(record.num_images)
         for name, size, (frame_count, _rate) in zip(record.images, record.sizes, record.frames, strict=True):
@@ -220,8 +225,15 @@ class ImageReader(ImageSource):
         return True
 
     def check_shape(self, size: Size, stored_height: int, num_images: int, what: str) -> None:
-        """Raise ImageError if an image would take too much memory when it is made square, or if LLaVA cannot read it.
-        `stored_height`: before turning by the EXIF orientation, which LLaVA ignores."""
+        """Raise ImageError if an image would take too much memory when it is made one square tile, or if LLaVA cannot
+        read it. An image that is cut into several tiles (`needs_size`) is not made a square.
+
+        Args:
+            size: (width, height) in pixels after turning by the EXIF orientation.
+            stored_height: height before turning; LLaVA does not turn images.
+            num_images: number of images of its record.
+            what: names the image in errors.
+        """
         if not self.tokens.needs_size(num_images):
             check_enlarged(size, self.preprocessor, self.one_tile, what)
         if self.pixels is Pixels.llava_v1_5:
@@ -243,7 +255,14 @@ class ImageReader(ImageSource):
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
         """Read an image file or a video as tiles, uint8 [tiles, 3, size, size]. Each frame of a video is squeezed to
         one tile with the bicubic filter, as transformers' LlavaOnevisionVideoProcessor does, whatever the vision
-        tower's preprocessing is. `sizes`: those for which the tokens of an image of several tiles were counted."""
+        tower's preprocessing is.
+
+        Args:
+            where: names the record in errors.
+            num_images: number of images of the record, which may decide whether an image is cut into several tiles.
+            sizes: the sizes for which the tokens of an image of several tiles were counted; another size raises
+                ImageError.
+        """
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
             frames = read_frames(path, where, self.video_sampling(where).numbers)
@@ -265,7 +284,8 @@ class ImageReader(ImageSource):
 def load_image(
     path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
 ) -> np.ndarray:
-    """Read an image as one tile, uint8 [3, size, size]. Raise ImageError if it cannot be read."""
+    """Read an image as one tile, uint8 [3, size, size]. With `aspect` pad, it is padded to a square before it is
+    resized. `where` names the record in errors. Raise ImageError if the image cannot be read."""
     if pixels is Pixels.fast:
         return load_fast(path, preprocessor, aspect, where)
     image = open_image(path, where, pixels)
@@ -282,7 +302,8 @@ def load_image(
 
 def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
     """Read an image as one tile, uint8 [3, size, size], with `data.pixels=fast`: faster, and with pixels that are close
-    to those of `exact`. Raise ImageError if it cannot be read."""
+    to those of `exact`. With `aspect` pad, it is padded to a square. `where` names the record in errors. Raise
+    ImageError if the image cannot be read."""
     what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
     with open_checked(path, where) as file:
         check_enlarged(shown_size(file), preprocessor, aspect, what)

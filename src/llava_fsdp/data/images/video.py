@@ -124,10 +124,13 @@ class NoFrameError(Exception):
 
 def examine_video(path: Path, where: str, sampling: FrameChoice, full: bool) -> ImageFacts:
     """Check that a video can be read, and return its number of frames, its frames per second, the size of its frames,
-    and with `full` its checksum. The size is that of the stored frames; with `sampling.keeps_size` that of the frames
-    as they are shown.
+    and with `full` its checksum.
 
     Args:
+        where: names the record in errors.
+        sampling: chooses the used frames. With `sampling.keeps_size`, the model gets frames in the video's own size, so
+            their size is returned as a player shows them, after rotation, and may not be too large; otherwise it is
+            that of the stored frames.
         full: whether to decode the used frames. If false, none is decoded; with `sampling.keeps_size` the first one is.
 
     Raises:
@@ -224,6 +227,7 @@ def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]
         )
     file.seek(0)
     try:
+        # `io_open=refuse`: a video may not make FFmpeg open other files
         with av.open(file, format=form, io_open=refuse, metadata_errors="replace") as container:
             stream = next((s for s in container.streams.video if not s.disposition & s.disposition.attached_pic), None)
             if stream is None:
@@ -267,6 +271,8 @@ def check_work(frames: int, width: int, height: int, path: Path, where: str) -> 
 def read_timeline(container: Any, stream: Any) -> Timeline:
     """Read the times of the frames from the packets of a stream, without decoding them. Raise NoFrameError if there is
     no key frame, or if the packets have far more bytes than the file."""
+    # `keys`: of each key frame its time, and the time to seek to (its decoding time); `left`: bytes that packets may
+    # have
     found, keys, left = array("q"), list[tuple[int, int]](), 2 * container.size + BLOCK
     for packet in container.demux(stream):  # one at a time: together, packets may be larger than their file
         left -= packet.size
@@ -296,9 +302,9 @@ def time_of(timed: Any) -> Any:
 def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
     """Yield the frames with the given numbers, which ascend.
 
-    Decoding continues from one frame to the next, or begins anew at the last key frame before the next one if fewer
-    frames must be decoded then. If the decoder gives no frame at the time of a packet, the last frame before it is
-    yielded.
+    Decoding continues behind the frame that was yielded last. If the next frame is at or behind a later key frame than
+    that at which decoding began last, it begins anew at this key frame, so that fewer frames are decoded. If the
+    decoder gives no frame at the time of a packet, the last frame before it is yielded.
     """
     frames: Iterator[Any] = iter(())
     # index of the key frame at which decoding began last; the last frame at or before the time; the one after it

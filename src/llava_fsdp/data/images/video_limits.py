@@ -31,6 +31,7 @@ def check_mov(file: BinaryIO, size: int) -> None:
         if kind not in COUNTS and kind != b"elst":
             continue
         try:
+            # a table has its number of entries at a certain offset behind the box's head
             count = read_number(">I", read_at(file, at + COUNTS.get(kind, 4), 4), 0)
         except struct.error:  # it ends early
             return

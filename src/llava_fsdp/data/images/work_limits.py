@@ -126,6 +126,7 @@ def check_jpeg(data: bytes) -> None:
         elif marker == 0xE1 and data.startswith(EXIF, at + 2):
             exif.append(data[at + 8 : at + size])
             require_at_most(len(exif), EXIF_SEGMENTS, "or more EXIF segments")
+        # an index of several pictures, which has the form of EXIF data
         elif marker == 0xE2 and data.startswith(b"MPF\0", at + 2):
             check_exif(data[at + 6 : at + size])
         elif marker in TABLE_MARKERS:
@@ -235,6 +236,7 @@ def check_gif(data: bytes) -> None:
 
 def check_bmp(data: bytes) -> None:
     """Raise TooMuchWork if a BMP with run-length encoding has too many pixels or bytes."""
+    # only headers of 40 bytes or more have a compression method: 1 and 2 are run-length encodings
     if read_number("<I", data, 14) < 40 or read_number("<I", data, 30) not in (1, 2):
         return
     width, height = struct.unpack_from("<ii", data, 18)
@@ -338,6 +340,7 @@ def check_directory(data: bytes, entries: Iterable[Field], order: str, total: To
         if kind in FRACTION:
             total.fractions += count
             require_at_most(total.fractions, FRACTIONS, "or more fractions in its fields")
+        # OPAQUE: Pillow keeps these values as bytes or text, so they become no numbers in Python
         elif width and kind not in OPAQUE:
             total.values += count
             require_at_most(total.values, VALUES, "or more numbers in its fields")
@@ -374,6 +377,7 @@ def check_tiles(first_values: dict[int, int], offset_counts: dict[int, int]) -> 
     width, height = first_values.get(WIDTH, 0), first_values.get(LENGTH, 0)
     tile_width, tile_height = first_values.get(TILE_WIDTH, width), first_values.get(TILE_LENGTH, height)
     require_at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")
+    # with 2, each color channel has strips or tiles of its own
     layers = max(first_values.get(SAMPLES, 1), 1) if first_values.get(PLANAR) == 2 else 1
     for tag, (across, down) in zip(
         OFFSETS, ((width, first_values.get(ROWS, height)), (tile_width, tile_height)), strict=True

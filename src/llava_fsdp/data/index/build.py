@@ -105,7 +105,8 @@ class Plan:
 
     @property
     def opens_all(self) -> bool:
-        """Whether every image of the dataset is opened before training, at least to read its size."""
+        """Whether every image of the dataset is opened before training, at least to read its size. With `data.examine`
+        decode and head it is; with sample only if the sizes are needed; with lazy it is not."""
         reader, examine = self.reader, self.cfg.examine
         # LLaVA cannot read an image 1 pixel high: with its pixels, such images are found before training
         by_size = reader.needs_size(1) or reader.pixels is Pixels.llava_v1_5
@@ -118,10 +119,11 @@ class Plan:
         return self.reader if self.cfg.examine is Examine.lazy and self.reader.needs_size(1) else None
 
     def with_examine_chosen(self, records: Path) -> "Plan":
-        """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, by the number of images in the
-        columns in `records`."""
+        """Return this plan with `data.examine=auto` replaced by `decode`, or by `sample` for a dataset with very many
+        images. `records`: folder of the columns about records, from which the number of images is read."""
         if self.cfg.examine is not Examine.auto:
             return self
+        # the column has the index of each record's first image, and at its end the number of all images
         images = int(open_column(records, "first_picture")[-1])
         how = Examine.decode if images <= DECODED_AT_MOST else Examine.sample
         return replace(self, cfg=replace(self.cfg, examine=how))
@@ -133,8 +135,9 @@ class Plan:
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, set to truncate long records. Opening the dataset decides whether they are skipped or stop the
-        run."""
+        """The encoder, set to truncate long records, so that the index is the same for every value of `data.too_long`.
+        Whether long records are skipped or stop the run is decided when the dataset is opened. Encoders without such a
+        setting are returned as they are."""
         encoder = self.encoder
         if isinstance(encoder, ExactEncoder | ProcessorEncoder):
             return replace(encoder, too_long=TooLong.truncate)
@@ -197,6 +200,8 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     """Open the index of a dataset. If it is missing or incomplete, make or complete it first.
 
     Args:
+        plan: what the index is made from.
+        watch: shows the progress of long work.
         look_again: whether to read the files of records and every bad image again, because they may have been fixed.
         since: a text that `last_look` returned earlier. If it has changed, another process has examined all bad images
             since then, and they are not examined here.
@@ -228,6 +233,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
         error.on_every_rank = False  # only the rank that builds has this error; the others may still wait for the lock
         raise
     except OSError as error:
+        # the error is about a file outside the index, such as a file of records
         if is_foreign(error, folder):
             raise SourceError(
                 f"{error.filename} cannot be read ({error}); what is done is kept: run it again"
@@ -279,8 +285,8 @@ def holding_lock(path: Path) -> Iterator[None]:
 
 
 def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Open the index if it is complete for the present sizes and modification times of the dataset's files; else return
-    None."""
+    """Open the index of a dataset if all its parts are complete for the present sizes and modification times of the
+    dataset's files; else return None. `folder`: folder of the index."""
     known_state = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known_state is None:
         return None
@@ -288,6 +294,7 @@ def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | N
     if not ((state / "texts").is_dir() and (state / plan.records_name).is_dir()):
         return None
     plan = plan.with_examine_chosen(state / plan.records_name)
+    # there may be several versions, as a new one is made when a bad image was fixed
     pictures = newest_version(state / pictures_name(plan))
     if pictures is None:
         return None
@@ -296,9 +303,15 @@ def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | N
 
 
 def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
-    """Open a dataset's index, all parts of which are complete. `state`: its folder for the present content of the
-    files; in it are the folders of columns about images (`pictures`) and about encoded records. Raise DamagedError if a
-    part is not what was written."""
+    """Open a dataset's index, all parts of which are complete. Raise DamagedError if a part is not what was written.
+
+    Args:
+        folder: folder of the whole index.
+        state: its folder for the present content of the dataset's files.
+        pictures: folder of the columns about images.
+        encoded: folder of the columns about tokens. Its `done.json` has the maximum lengths (`limits`), and for each
+            data source what truncation to each of them loses (`losses`) and how much is learnt (`taught`).
+    """
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
@@ -324,8 +337,16 @@ def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded
 
 
 def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index and open it. The caller must hold its lock. `look_again`: whether to read the
-    files of records and every bad image again, because they may have been fixed."""
+    """Make all missing parts of the index and open it. Its parts are folders: positions of the records in their files
+    (`texts`), and columns about records, about images (`pictures`) and about tokens (`encoded`). The caller must hold
+    the lock of the index.
+
+    Args:
+        sources: the data sources with their files.
+        folder: folder of the index.
+        watch: shows the progress.
+        look_again: whether to read the files of records and every bad image again, because they may have been fixed.
+    """
     most_bytes = plan.cfg.max_record_bytes
     stamp_before = stamp(sources, most_bytes)
     known_state = find_state(sources, folder, most_bytes, watch, look_again)
@@ -383,9 +404,16 @@ def delete_new_parts(folder: Path, state: Path, parts_before: set[Path]) -> None
 
 
 def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[TextFile, ...]:
-    """Make a local text file of each file of records: write the records of Parquet files and tars as JSON Lines, unpack
-    compressed text files, and copy remote ones. A local text file is used itself. `keys`: for each file, a text that
-    changes with its path and content; the folder for its text file is named by it."""
+    """Make a local text file of each file of records, and return these text files: the records of Parquet files and
+    tars are written as JSON Lines, compressed text files are unpacked, and remote ones are copied. A local text file is
+    used itself.
+
+    Args:
+        files: the files of records of all data sources.
+        keys: for each file, a text that changes with its path and content; the folder for its text file is named by it.
+        plan: has the folder of the index and the number of worker processes.
+        watch: shows the progress.
+    """
     folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
     data_files = open_data_files(files, None)
     rows = {
@@ -397,6 +425,7 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
     for file in {*rows.values()} - {*unwritten}:
         file.delete_parts()  # left by a process that was killed
     if unwritten:
+        # with fewer files than worker processes, several processes share the row groups of one Parquet file
         by_group = len(unwritten) < plan.workers
         writing = WriteRows(unwritten, plan.cfg.max_record_bytes, data_files, by_group)
         with watch("reading Parquet files and tars", len(writing.parts)) as advance:
@@ -432,11 +461,15 @@ class ResultFolder(Generic[P]):
 
 
 def run_pass(task: P, chunks: Path, result: ResultFolder[P], workers: int, watch: Watch, label: str) -> None:
-    """Run a pass and write its result folder, unless that exists.
+    """Run a pass over the dataset and write its result folder, unless that exists.
 
     Args:
+        task: computes the columns of a chunk of records.
         chunks: folder for the results of single chunks. They are kept, so that only new files are examined when files
             are added to the dataset.
+        result: the folder to write, with what completes the joined columns (`finish`) and the columns that are not
+            joined.
+        watch: shows the progress under the name `label`.
     """
     if result.path.is_dir():
         return
@@ -463,9 +496,11 @@ def pictures_name(plan: Plan) -> str:
     settings: list[object] = [cfg.examine.value, cfg.allow_links, scales_wide_values(plan)]
     if plan.reader.sampling is not None:
         settings.append(str(plan.reader.sampling))
+    # the sizes are taken from the records, and needed for the tokens of this model
     if plan.sized_by_records is not None:
         settings += ["sizes of records", plan.reader.form]
     elif cfg.examine is Examine.sample:
+        # number of images in the sample, and whether the sizes of the others are read
         settings += [cfg.examine_images, plan.opens_all]
     return f"pictures-{short_digest(*settings)}"
 
@@ -495,8 +530,15 @@ def newest_version(folder: Path) -> Path | None:
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Examine the images of a dataset, unless this has been done, and return the folder of the result. `look_again`:
-    whether to examine bad images again. Chunks of records with an image that was fixed are then computed anew."""
+    """Examine the images of a dataset, and return the folder of the columns about them. If this has been done, the
+    folder is returned, unless an image was fixed.
+
+    Args:
+        state: folder of the index for the present content of the dataset's files.
+        watch: shows the progress.
+        look_again: whether to examine bad images again. The chunks of records with an image that was fixed are then
+            computed anew, and all columns are written to a folder with the next number.
+    """
     records = state / plan.records_name
     chosen_plan = plan.with_examine_chosen(records)
     cfg = chosen_plan.cfg
@@ -528,14 +570,16 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     is_new = last_version is not None or not chunks.is_dir()  # otherwise results of an interrupted pass are reused
     target = Path(f"{base}.{0 if last_version is None else int(last_version.suffix[1:]) + 1}")
     run_pass(task, chunks, ResultFolder(target, count_examined), plan.workers, watch, "examining images")
+    # tells other processes that all bad images have been examined (`last_look`)
     if is_new:
         note_look(plan)
     return target
 
 
 def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return counts of the images that were decoded and that are bad (`Examined`), for `done.json`; empty if there are
-    no images, or unless `data.examine` is `sample` or `lazy`."""
+    """Return counts of the images that were decoded and that are bad (`Examined`), for `done.json`. The result is empty
+    if there are no images, or if `data.examine` is neither `sample` nor `lazy`, with which no image is decoded.
+    `staged`: folder with the columns of the pass."""
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
         return {}
@@ -560,12 +604,16 @@ FIRST_ROW = "first_row"
 
 
 def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Complete the columns of the third pass, which `join` has put into the folder `staged`, and return facts for
-    `done.json`: the maximum lengths, and for each data source what truncation to each loses (LOSSES) and what is learnt
-    (TAUGHT), summed over the files `chunks` with the results of the pass.
+    """Complete the columns about tokens, and return facts for `done.json`: the maximum lengths, and for each data
+    source what truncation to each of them loses (LOSSES) and what is learnt (TAUGHT).
 
-    The column of the numbers of samples is replaced by FIRST_ROW, or deleted if each record has one sample. The column
-    of the weights is deleted if all are 1.
+    The column of the numbers of samples is replaced by FIRST_ROW, the number of each record's first sample. It is
+    deleted if each record has one sample, like the columns with the first and last turns of samples. The column of the
+    weights is deleted if all are 1.
+
+    Args:
+        chunks: files with the results of the pass, over which LOSSES and TAUGHT are summed.
+        staged: folder in which `join` has put the columns.
     """
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
@@ -575,6 +623,7 @@ def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], staged: Path) -> 
         losses[source] += column(chunk, LOSSES_COLUMN).reshape(shape)
         taught[source] += column(chunk, TAUGHT_COLUMN)
     counts = np.load(staged / f"{ROW_COUNTS}.npy", mmap_mode="r", allow_pickle=False)
+    # "split" counts the records that give several samples
     if taught[:, TAUGHT.index("split")].any():
         write_column(staged / f"{FIRST_ROW}.npy", sums_of(counts), np.dtype(np.int64))
     else:

@@ -73,8 +73,13 @@ class Records:
         return samples
 
     def _rows_of(self, begin: int, chosen: np.ndarray) -> np.ndarray:
-        """Return for each sample of consecutive records whether its record is chosen, bool [samples]. `begin`: number
-        of the first of these records; `chosen`: whether each of them is chosen, bool [records]."""
+        """Return for each sample of consecutive records whether its record is chosen, bool [samples]. A record gives
+        one or several samples (`first_row` is None if each gives one).
+
+        Args:
+            begin: number of the first of these records.
+            chosen: whether each of them is chosen, bool [records].
+        """
         first = self.index.first_row
         return chosen if first is None else np.repeat(chosen, np.diff(first[begin : begin + len(chosen) + 1]))
 
@@ -170,6 +175,7 @@ class Records:
         if names is None:
             return self.index.store.fetch_ahead(numbers_in_index)
         names_to_fetch = {self.number_in_index(number): own for number, own in names.items()}
+        # the function returns what to download of an image: all (its location), or nothing (None)
         self.index.store.fetch_ahead(
             numbers_in_index, lambda number, name, place: place if name in names_to_fetch[number] else None
         )
@@ -179,8 +185,9 @@ class Records:
         return self.index.store.name(self.number_in_index(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
-        """Return a column of the index, with a value for each sample that is trained on. If the column has a value for
-        each record, all samples of a record get it. `folder`: folder of the column."""
+        """Return a column of the index, with a value for each sample that is trained on. `folder`: folder of the
+        column. Outside the folder of the columns about tokens, a column has a value for each record, which all samples
+        of the record get."""
         values = open_column(folder, name)
         is_record = folder != self.index.encoded and self.index.first_row is not None
         if self.numbers is None and not is_record:
@@ -274,13 +281,15 @@ class Records:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Checksum of the content of the dataset's files and of which samples are trained on."""
+        """Checksum of the content of the dataset's files, of which samples are trained on, and if a record gives
+        several samples, of the turns of each."""
         whole = self.index.store.fingerprint
         if self.numbers is None and self._turns is None:
             return whole
         digest = hashlib.sha256(whole.encode())
         for block in self._blocks():
             digest.update(block.tobytes())
+            # columns with the turns of the first and of the last answer of each sample
             for column in self._turns or ():
                 digest.update(self.records_of(block).tobytes() + column[block].tobytes())
         return digest.hexdigest()[:32]

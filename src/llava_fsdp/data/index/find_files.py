@@ -29,7 +29,7 @@ INDEX = ".index"
 
 
 def find_files(value: str, key: str) -> list[str | RemoteFile]:
-    """Return the files of records that a setting names; local ones as paths.
+    """Return the files of records that a setting names: a local one as its path, a remote one as a RemoteFile.
 
     Args:
         value: a file, a folder, in which all files of records are found, a pattern with `*`, `?`, `[...]` or `**`, a
@@ -115,9 +115,11 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
 
     Args:
         url: URL of a file, or of a folder, in which all files of records are found, or a pattern.
+        key: name of the setting that has the URL, for messages.
 
     Raises:
-        ConfigError: no file of records is found, or files of a dataset of the hub are not for training.
+        ConfigError: no file of records is found; or a folder on the Hugging Face hub also has files that are not for
+            training, such as a test set.
         SourceError: the remote storage cannot be listed.
     """
     listed = RemoteStorage().list_files(url)

@@ -86,7 +86,8 @@ class SourceFile:
     def identity(self) -> list[Any]:
         """Values that the parsed records depend on, beside the file's content. The commit in a URL of the Hugging Face
         hub is left out, because a new commit need not change this file. The commit in the URL of a folder of images
-        stays, because a new commit may change any of its images."""
+        stays, because a new commit may change any of its images. `keys.pairs`: whether the records are read as pairs of
+        a chosen and a rejected answer."""
         is_local = self.images is not None and not is_remote(self.images)
         images = os.path.realpath(str(self.images)) if is_local else self.images
         values = [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
@@ -163,6 +164,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
             for file in files
         )
         for file in source_files:
+            # Parquet files and files compressed with zstd can only be read with pyarrow
             check_installed(file.path)
             check_unpacks(file.path)
         sources.append(DataSource(name, path, source_files))
@@ -205,8 +207,12 @@ class RecordStore:
     """
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
-        """Open the positions of the records, which `join_positions` has written into a folder of the index. `videos`:
-        whether videos are read; `cache`: folder for parts of remote files. Raise DamagedError if the folder is damaged.
+        """Open the positions of the records in their files: the columns SPAN (offset, size and line) in a folder of the
+        index, which `join_positions` has written. Raise DamagedError if the folder is damaged.
+
+        Args:
+            videos: whether videos are read.
+            cache: folder for parts of remote files; None: they are not kept.
         """
         self.folder = folder
         self.videos = videos
@@ -271,6 +277,7 @@ class RecordStore:
         try:
             return self.data_files.open(text).read(offset, size)
         except SourceError as error:
+            # the missing file is the index's local copy of the file of records
             if text != source.path and isinstance(error.__cause__, FileNotFoundError):
                 raise damaged_index(Path(text), "it is missing") from error
             raise
@@ -346,7 +353,8 @@ def source_from(raw: dict[str, Any]) -> DataSource:
 
 
 def part_from(raw: dict[str, Any]) -> NumberedFile:
-    """Return a file of records from its JSON values in `done.json`. Raise the errors of `source_from`."""
+    """Return a file of records from its JSON values in `done.json`. Raise BadJson, KeyError or TypeError if they are
+    not what was written."""
     file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
     require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})
     return NumberedFile(**{**raw, "file": file})
@@ -377,6 +385,7 @@ class FindRecords:
     def __call__(self, chunk: int) -> Columns:
         """Write the positions of a file's records; the returned columns are empty, and only mark the chunk as done."""
         text = self.texts[chunk]
+        # one of several Parquet files may have no rows; `join_positions` raises an error if it is the only one
         if is_parquet(text.file.path) and not text.path.stat().st_size:
             log().warning("%s holds no records", text.file.path)
             return {"count": np.zeros(0, dtype=np.int64)}

@@ -43,9 +43,16 @@ class State:
 
 
 def find_state(sources: list[DataSource], folder: Path, most_bytes: int, watch: Watch, look_again: bool) -> State:
-    """Compute the State of a dataset's files, or look it up in `known.json` by their sizes and modification times; with
-    `look_again`, always compute it. It depends on `most_bytes`, the greatest size of a record in bytes, because with
-    another limit other records are valid."""
+    """Return the State of a dataset's files: checksums of their content, by which the folders of the index are named.
+    It is looked up in `known.json` by the files' sizes and modification times, and computed if it is not there, or with
+    `look_again`.
+
+    Args:
+        folder: folder of the index.
+        most_bytes: greatest size of a record in bytes. The State depends on it, because with another limit other
+            records are valid.
+        watch: shows the progress of reading the files.
+    """
     known_states = read_known(folder)
     stamp_now = stamp(sources, most_bytes)
     if stamp_now not in known_states or look_again:
@@ -67,8 +74,8 @@ def find_state(sources: list[DataSource], folder: Path, most_bytes: int, watch: 
 
 
 def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
-    """Return the SHA-256 checksum of each file. A file whose size and modification time are those stored in `folder` is
-    not read again, unless `look_again`."""
+    """Return the SHA-256 checksum of each file. A file whose size and modification time are those stored in
+    `digests.json` in the folder of the index is not read again, unless `look_again`. `watch` shows the progress."""
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
         stored = parse_object((folder / DIGESTS).read_bytes())

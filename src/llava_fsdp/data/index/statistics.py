@@ -98,7 +98,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 
 def count_sources(records: Records) -> list[Counts]:
-    """Return the counts of each data source, all but `problems`."""
+    """Return the counts of each data source. Their field `problems` is still empty."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     found = [
@@ -110,7 +110,7 @@ def count_sources(records: Records) -> list[Counts]:
 
 
 def count_files(records: Records) -> list[Counts]:
-    """Return the counts of each file of records, all but `problems`."""
+    """Return the counts of each file of records. Their field `problems` is still empty."""
     parts = records.index.store.parts
     kept = records.samples_before(file_bounds(records).tolist())
     ranges = zip(parts, itertools.pairwise(kept), strict=True)
@@ -237,8 +237,8 @@ def named_losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return {kind of problem: the number of records that have it, whether they are trained on, what it means, and the
-    first SHOWN of them}, as in report.json."""
+    """Return {kind of problem: facts}, as in report.json: the number of records that have it (`records`), whether they
+    are trained on (`kept`), what it means, the first of these records (SHOWN at most), and how many are not shown."""
     found = {
         kind: {
             "records": count,

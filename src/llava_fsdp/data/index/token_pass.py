@@ -89,7 +89,8 @@ class EncodeRecords(DatasetPass):
     def columns(self, numbers: range, found: Findings) -> Columns:
         """Encode the records with these numbers, and return columns of counts: COUNTS (int32) and LABEL_WEIGHT with a
         value for each sample; ROW_COUNTS with one for each record; LOSSES_COLUMN and TAUGHT_COLUMN with sums over all.
-        A record that makes no sample gets a sample of zeros. `found` gets the records' problems."""
+        A record may give several samples; one that gives none gets a sample of zeros. `found` gets the records'
+        problems."""
         rows: list[list[Row]] = [[NO_ROW] for _ in numbers]
         weights = [[0] for _ in numbers]
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
@@ -111,7 +112,8 @@ class EncodeRecords(DatasetPass):
 
     def rows(self, record: Record, measured: Sequence[MeasuredSample]) -> list[Row]:
         """Return the values in the columns COUNTS of each sample of a record. Samples that truncation leaves without
-        labels are left out (`kept_samples`); their labels count as lost by the last sample that is kept."""
+        labels are left out (`kept_samples`); their labels count as lost by the last sample that is kept. `measured`:
+        each sample as in training (`sample`) and not truncated (`whole`)."""
         kept = kept_samples(measured)
         lost = sum(own.whole.num_labels for own in measured) - sum(own.whole.num_labels for own in kept)
         rows = []
@@ -187,6 +189,7 @@ def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: En
     """Return the counts TAUGHT of the samples of a record, int64 [TAUGHT]: its answers with labels, the tokens that its
     samples repeat, label tokens of thoughts, calls and texts, and so on."""
     answers = sum(turn.role == "gpt" and turn.learnt for turn in encoder.teaching.chosen(asked_turns(record)))
+    # the prompt before an answer is checked only if the model's own chat template has written it
     proven = answers if isinstance(encoder.template, ChatTemplate) else 0
     wholes = [own.whole.input_ids for own in measured]
     repeated = sum(common_length(one, other) for one, other in itertools.pairwise(wholes))

@@ -154,6 +154,7 @@ def begin_worker(parent: int, task: ChunkTask, files: Sequence[Path]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
+    # control characters in messages are escaped
     guard_streams()
     WORK.append(partial(compute_chunk, task, files))
 

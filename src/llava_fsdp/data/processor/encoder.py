@@ -91,8 +91,8 @@ class ProcessorEncoder(AnswerEncoder):
         return self.encode(segments, record.images[:count], shapes, record.where)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
-        """Truncate a sample to `max_length` tokens. Raise DataError if it loses images, and the processor writes other
-        tokens for those that are left."""
+        """Truncate the sample `whole` of a record to `max_length` tokens. Raise DataError if it loses images, and the
+        processor writes other tokens for the images that are left than it writes for them with the lost ones."""
         made = truncate(whole, self.max_length)
         assert whole.processor_text is not None
         count, shapes = len(made.images), whole.processor_text.shapes
@@ -127,6 +127,7 @@ class ProcessorEncoder(AnswerEncoder):
         rows = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
         if not all(map(len, rows)):
             raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
+        # only stored if the text has the images in another order than the record's list of images
         places = tuple(order) if order != sorted(order) else None
         images = tuple(names[n] for n in order)
         return Sample(
@@ -158,8 +159,10 @@ class ProcessorEncoder(AnswerEncoder):
 
         Args:
             segments: the conversation, with the placeholders of images and videos.
-            made: the ids of the sample.
+            made: the ids of the sample. If its last answer was tokenized apart from the prompt (`is_apart`), the texts
+                end before this answer.
             shapes: what the tokens of each image and video depend on, in the order of the text.
+            where: name of the record in messages.
 
         Raises:
             DataError: a text of the record contains a token that stands for images or videos.
@@ -173,11 +176,12 @@ class ProcessorEncoder(AnswerEncoder):
                 "data.special_tokens=text",
                 Kind.special_token,
             )
-        # if answers are tokenized apart, the processor gets the text before the last one that has labels
+        # index of the segment that begins the last answer with labels
         last = max((n for n, own in enumerate(segments) if own.begins_answer and own.supervised), default=0)
         places = [self.placeholder(shape) for shape in shapes]
         texts = split_at_images(segments[:last] if made.is_apart else segments, places)
-        # whether the processor makes the ids of the sample from these texts
+        # whether the processor makes the ids of the sample from these texts; it does not if special tokens in the text
+        # of the record are tokenized as ordinary text (`hides_special`)
         is_whole = not made.hides_special and len(texts) == len(made.image_spans) + 1
         if not is_whole:  # it gets the placeholders alone
             texts = ["", *places]
@@ -227,6 +231,7 @@ class ProcessorEncoder(AnswerEncoder):
                     f"{', '.join(map(shown_shape, clips))} together than for each alone; give each a record of its own",
                     Kind.image_shape,
                 )
+            # the texts depend on what the frames show, so they are not valid for other videos of the same shapes
             if self.processor.needs is VideoNeeds.content:
                 return tuple(texts)
             key = tuple(replace(clip, read=None) for clip in clips)  # the function may hold a record
@@ -255,8 +260,8 @@ class ProcessorEncoder(AnswerEncoder):
 
     def blanks(self, has_videos: bool) -> dict[str, Row]:
         """Return blank samples, which have one black image or one black video, and no labels: {letters of kinds of
-        media: the sample that a micro-batch without media of these kinds gets} (`ProcessorImages.blanks`). With them,
-        the vision part runs on each rank, and equally often: once for images, and once for videos, unless a model's
+        media: the sample that a micro-batch without media of these kinds gets}. With them, the vision part runs on each
+        rank, and equally often: once for images, and once for videos. One blank image is enough for both if a model's
         tokens of videos are those of images.
 
         Args:
@@ -281,6 +286,7 @@ class ProcessorEncoder(AnswerEncoder):
             try:
                 made.append((self.encode([segment], [name], [shape], "a blank sample"), shape))
             except DataError:
+                # the processor can prepare none of the shapes
                 if shape is shapes[-1] and not made:
                     raise
         sample, shape = min(made, key=lambda own: len(own[0].input_ids))
@@ -295,8 +301,8 @@ def shown_shape(shape: Shape) -> str:
 
 
 def split_at_images(segments: Sequence[Segment], placeholders: Sequence[str]) -> list[str]:
-    """Return the text of segments in pieces: the one before the first image or video, and for each the next of the
-    placeholders with the text behind it."""
+    """Return the text of segments in pieces: the text before the first image or video; then for each image or video its
+    placeholder, with the text behind it up to the next one."""
     texts, places = [""], iter(placeholders)
     for own in segments:
         if own.image is None:
@@ -322,6 +328,8 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
         joined = "".join(text.texts)
         black = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
         videos = [(frames_of(own, VideoNeeds.values), own) for own in shapes if isinstance(own, Clip)]
+        # with `is_prompt`, the texts end before the last answer, so the processor makes only the first of the sample's
+        # ids
         ids = processor([joined], [black], videos).ids[0] if shapes else processor.tokenize(joined)
         if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
             text.is_prompt or len(ids) == len(sample.input_ids)

@@ -55,6 +55,8 @@ class ProcessorFrames:
         def fetch_videos(videos: Any, sample_indices_fn: Callable[..., Any] | None = None) -> Any:
             raise FrameRule(sample_indices_fn)
 
+        # `fetch_videos` takes the place of the method that reads a video's file; FrameRule brings its argument out of
+        # the call
         opened = self.processor.opened
         part = {"type": "video", "path": "a video"}
         options = {} if self.fps is None else {"fps": self.fps}
@@ -69,7 +71,8 @@ class ProcessorFrames:
 
     def numbers(self, frames: int, rate: float) -> list[int]:
         """Return the numbers, from 0, of the frames that are used of a video with `frames` frames, `rate` a second, in
-        ascending order. Raise NoFrameError if the processor fails, or chooses none or in another order."""
+        ascending order. If the processor's rule chooses more than `most`, that many of them are used, at equal
+        distances. Raise NoFrameError if the processor fails, or chooses none or in another order."""
         from transformers.video_utils import VideoMetadata
 
         metadata = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)

@@ -34,9 +34,11 @@ def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTe
         image, video = learn_placeholder(template, IMAGE), NO_VIDEO
     except Unfit as reason:
         raise ConfigError(f"data.template={name}: the chat template {path} {reason}") from reason
+    # a template that writes nothing for a video, or what it writes for an image, can only be trained with images
     with contextlib.suppress(Unfit):
         found = learn_placeholder(template, VIDEO)
         video = NO_VIDEO if found in image or image in found else found
+    # `layouts`: what was learnt of the template while it had no placeholders is dropped
     template = replace(template, images=ImageParts(image=image, video=video), layouts={})
     if reason := unfit(template):
         raise ConfigError(f"data.template={name}: the chat template {path} {reason}")

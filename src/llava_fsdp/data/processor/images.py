@@ -76,8 +76,8 @@ class ProcessorImages(ImageSource):
 
     def shape(self, record: Record, number: int) -> Shape:
         """Return what the tokens of the image or video with the index `number` in a record depend on: the size of an
-        image, or a Clip. It comes from the record's index or else from the file. Raise ImageError if the file cannot be
-        read."""
+        image, or a Clip with the size, length and used frames of a video, and a function (`read`) that reads these
+        frames. It comes from the record's index or else from the file. Raise ImageError if the file cannot be read."""
         name = record.images[number]
         if not is_video(name):
             return self.size(record, number)
@@ -127,8 +127,14 @@ class ProcessorImages(ImageSource):
         return made
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """Read an image file or a video, like `tiles`. `sizes`: the sizes for which its tokens were counted; another
-        size is refused. `num_images` is not used."""
+        """Read an image file as uint8 [height, width, 3], or the used frames of a video as uint8 [frames, height,
+        width, 3].
+
+        Args:
+            where: names the record in errors.
+            num_images: not used, because no image is cut into tiles.
+            sizes: the sizes (width, height) for which its tokens were counted; another size raises ImageError.
+        """
         if isinstance(path, Path) and is_video(path):
             what = f"{where}: video {path}"
             frames = stacked(read_frames(path, where, self.chosen(where).numbers), what)

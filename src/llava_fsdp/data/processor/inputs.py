@@ -38,9 +38,10 @@ class ProcessorInputs:
     it when the embeddings are made."""
 
     def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
-        """Return the samples of a micro-batch, and, if the model needs it, blank ones for the kinds of media that no
-        sample has. `others_show`: whether a sample of any micro-batch of the step, on whatever rank, has an image or a
-        video; without, no rank runs the vision part, and none needs a blank sample."""
+        """Return the samples of a micro-batch, each with its images, and, if the model needs them, blank samples for
+        the kinds of media that no sample has. `others_show`: whether a sample of any micro-batch of the step, on
+        whatever rank, has an image or a video. If none has, no rank runs the vision part, and no blank sample is
+        needed."""
         present = {kind_of(own) for _, media in rows for own in media}
         blanks = self.reader.blanks if others_show else {}
         return [*rows, *(blank for kinds, blank in blanks.items() if present.isdisjoint(kinds))]
@@ -52,15 +53,15 @@ class ProcessorInputs:
         seeds: Sequence[int] = (),
         tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Prepare the images of a micro-batch with one call of the processor. Return the inputs of the vision part, and
-        what the model needs of each token (types, and position ids) in the shape of `ids`, by name; empty without
-        images. If both answers of a pair have the image tokens, the images are given twice, because the model's class
-        assigns features to the tokens of a row by their order.
+        """Prepare the images of a micro-batch. Return the inputs of the vision part, and what the model needs of each
+        token (types, and position ids) in the shape of `ids`, by name; empty without images. If both answers of a pair
+        have the image tokens, the images are given twice, because the model's class assigns features to the tokens of a
+        row by their order.
 
         Args:
             rows: the samples, after `completed`.
             ids: the token ids of the rows, int64 [rows, length]: one packed row, or rows padded on the right.
-            seeds, tile_numbers: not used.
+            seeds, tile_numbers: not used, because no image is cut into tiles.
 
         Raises:
             DataError: the processor makes other token ids of a sample than it has, or fails.
@@ -102,7 +103,10 @@ class ProcessorInputs:
         return made.pixels | {name: lay_out(values, ids) for name, values in in_row.items()}
 
     def collate_prompts(self, rows: list[Row], ids: np.ndarray) -> dict[str, torch.Tensor]:
-        """Do the same as `collate` for rows padded on the left, as transformers' generate takes them."""
+        """Prepare the images of prompts that are padded on the left, as transformers' generate takes them. Return the
+        inputs of the vision part, and what the model needs of each token (types, and position ids) in the shape of
+        `ids`, by name; empty without images. `ids`: int64 [rows, length]."""
+        # the values of each token are laid out as for padding on the right, and moved to the end of their row below
         made = self.collate(rows, ids)
         for name in [name for name in made if name.endswith(TYPES) or name == "position_ids"]:
             for row, (sample, _) in enumerate(rows):
@@ -111,8 +115,10 @@ class ProcessorInputs:
         return made
 
     def process(self, shown: list[Row]) -> Processed:
-        """Call the processor for all samples with images or videos, and check the token ids that it makes."""
+        """Call the processor for all samples with images or videos, and check the token ids that it makes. Raise
+        DataError if they are not those of the sample."""
         has_videos = any(kind_of(own) == VIDEO for _, media in shown for own in media)
+        # a call can have only images or only videos if both become inputs of the same names
         if has_videos and self.reader.processor.shares_inputs:
             made = joined([self.call([row]) for row in shown])
         else:
@@ -121,6 +127,8 @@ class ProcessorInputs:
         for (sample, _), text, ids in zip(shown, texts, made.ids, strict=True):
             if text.is_whole:
                 check_ids(sample, text, ids)
+            # the processor got only the placeholders of images and videos, so only the number of their tokens is
+            # compared
             elif self.stands_for_media(ids).sum() != text.is_image.sum():
                 raise DataError(f"{text.where}: {CHANGED}")
         return made
@@ -150,9 +158,15 @@ class ProcessorInputs:
         return np.isin(ids, self.reader.processor.media_ids)
 
     def types_of(self, sample: Sample, ids: np.ndarray, types: Types) -> Types:
-        """Return the types of a sample's tokens, given the ids and types of the text that the processor got. Tokens
-        after this text are of answers, which have type 0 in all processors. If the text had only the placeholders of
-        images and videos, their tokens get the types that they have there, and all others 0."""
+        """Return the types of a sample's tokens by name: outputs of the processor that say of each token what it stands
+        for, such as `mm_token_type_ids`.
+
+        Args:
+            ids: the token ids that the processor made of its text. The text may end before the sample does; all tokens
+                after it are of an answer, which have type 0 in all processors. If it had only the placeholders of
+                images and videos, their tokens keep their types, and all others get 0.
+            types: the types of the tokens `ids`, by name.
+        """
         text, length = text_of(sample), len(sample.input_ids)
         filled = {name: torch.zeros(length, dtype=torch.int64) for name in types}
         for name, values in types.items():
@@ -169,13 +183,15 @@ class ProcessorInputs:
         """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
         (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
 
-        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. It gets those
-        inputs of the vision part that have one entry for each image, or video, of the micro-batch, with the entries of
-        the sample's. Other inputs, such as patches, are left out.
+        The rule needs sizes of images and videos, such as `image_grid_thw`, and the times of frames. It gets the inputs
+        of the vision part that have one entry for each image, or each video, of the micro-batch, cut to the entries of
+        the sample's images or videos. Other inputs, such as patches, are left out.
 
         Args:
+            rows: the samples, each with its images.
             lacking: for each sample, the number of its tokens, images included, that are those of the sample before.
             types: for each sample, the types of its tokens by name.
+            made: what the processor made of the micro-batch.
         """
         rule, names = self.reader.positions, self.reader.processor.image_names
         assert rule is not None
@@ -241,6 +257,7 @@ def lay_out(values: Sequence[torch.Tensor], ids: np.ndarray) -> torch.Tensor:
     """Put values of the tokens of each sample, [..., length], where the tokens are in rows of the shape of `ids`:
     [..., rows, length], zero at padding."""
     made = values[0].new_zeros((*values[0].shape[:-1], *ids.shape))
+    # one packed row, in which the samples stand one behind the other
     if len(ids) == 1:
         row = torch.cat(list(values), dim=-1)
         made[..., 0, : row.shape[-1]] = row

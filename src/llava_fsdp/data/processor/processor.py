@@ -93,7 +93,8 @@ class Processor:
 
     @cached_property
     def opened(self) -> Any:
-        """The processor, with a Recorder in the place of its tokenizer."""
+        """The processor of transformers. A Recorder takes the place of its tokenizer: it calls the tokenizer, and
+        remembers the text, in which the processor has replaced the placeholders of images."""
         from transformers import AutoProcessor
 
         processor = AutoProcessor.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
@@ -139,14 +140,16 @@ class Processor:
     def shares_tokens(self) -> bool:
         """Whether the tokens of a video are those of images, so that a sample can have only one of both: a model could
         not tell which are whose."""
+        # tried with a small video; the first of `media_ids` is the token of images
         clip = Clip(SMALL_VIDEO, 4, 2.0, tuple(range(4)))
         (text,) = self.expand([self.opened.video_token], [clip])
         return bool((self.tokenize(text) == self.media_ids[0]).any())
 
     @cached_property
     def needs(self) -> VideoNeeds:
-        """What the processor must have of a video to make its tokens: tried with two small videos of unlike lengths.
-        Raises one of FAILURES if it cannot prepare them together."""
+        """The least that the processor must have of a video to make its tokens. It is found by a trial with two small
+        videos of unlike lengths: what is enough gives the same text as the whole frames. Raises one of FAILURES if the
+        processor cannot prepare the videos together."""
         dice, (width, height) = np.random.default_rng(0), SMALL_VIDEO
         noise = [dice.integers(0, 256, (frames, height, width, 3), np.uint8) for frames in (4, 6)]
         clips = [Clip(SMALL_VIDEO, len(own), 2.0, tuple(range(len(own))), lambda own=own: own) for own in noise]
@@ -178,10 +181,12 @@ class Processor:
         return self.expanded(placeholders, shapes, self.needs if has_videos else VideoNeeds.shape)
 
     def expanded(self, placeholders: Sequence[str], shapes: Sequence[Shape], needs: VideoNeeds) -> list[str]:
-        """Return what the processor writes in the place of each placeholder, as `expand` does. `needs`: what it is
-        given of videos."""
+        """Return what the processor writes in the place of each placeholder of one sample. Black images are prepared in
+        place of the images. `shapes`: what is known of the image or video of each placeholder; `needs`: what the
+        processor is given of videos."""
         images = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
         videos = [(frames_of(own, needs), own) for own in shapes if isinstance(own, Clip)]
+        # MARK is a character that no processor writes, so that the text can be split again
         self([MARK.join(placeholders)], [images], videos)
         last = self.opened.tokenizer.last
         return (last if isinstance(last, str) else last[0]).split(MARK)
@@ -203,8 +208,9 @@ class Processor:
         images: Sequence[Sequence[Image.Image]],
         videos: Sequence[tuple[torch.Tensor, Clip]] = (),
     ) -> Processed:
-        """Prepare the texts, images and videos of some samples, each with at least one image or video. All texts get
-        the tokenizer's special tokens, or none, as `adds_special` says of the first one.
+        """Prepare the texts, images and videos of some samples, each with at least one image or video. Return the token
+        ids of each text, their types, and the inputs of the vision part. All texts get the tokenizer's special tokens,
+        or none, as `adds_special` says of the first one.
 
         Args:
             images: the images of each sample.
@@ -239,7 +245,8 @@ class Processor:
 
 
 def frames_of(clip: Clip, needs: VideoNeeds) -> torch.Tensor:
-    """Return the frames from which a processor makes the tokens of a video, uint8 [frames, 3, height, width]."""
+    """Return the frames from which a processor makes the tokens of a video, uint8 [frames, 3, height, width]. By what
+    it needs, these are the real frames, black ones, or tensors on the meta device, which have a shape but no values."""
     if needs is VideoNeeds.content and clip.read is not None:
         return as_tensor(clip.read())
     device = "meta" if needs is VideoNeeds.shape else "cpu"

@@ -53,7 +53,9 @@ def spans(
 
 
 def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
-    """Yield the span of each non-empty line of a JSON Lines file that comes after the span `after`."""
+    """Yield the span (offset, size, number of the line) of each non-empty line of a JSON Lines file that comes after
+    the span `after`; None: from the beginning. A line may have more bytes than `max_bytes`, unless it is a list: this
+    may be a whole JSON list, and not JSON Lines."""
     with path.open("rb") as file:
         offset, number = (begin(file, name), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
@@ -85,6 +87,7 @@ def check_lines(file: BinaryIO, name: str | Path) -> None:
     first = b""
     while not first and (line := file.readline(BLOCK)):
         first = line.strip()
+    # a line that was not read to its end cannot be parsed here
     if not first.startswith(b"[") or len(first) >= BLOCK - 2:
         return
     try:
@@ -96,7 +99,9 @@ def check_lines(file: BinaryIO, name: str | Path) -> None:
 
 
 def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
-    """Yield the span of each element of a JSON list that comes after the span `after`."""
+    """Yield the span (offset, size, number of its first line) of each element of a JSON list that comes after the span
+    `after`; None: from the beginning. In a record with more than `max_bytes` bytes, only brackets and quotes are
+    matched. `name`: name of the file in error messages."""
     with path.open("rb") as file:
         window = Window(file, begin(file, name), max_bytes) if after is None else window_behind(file, after, max_bytes)
         try:
@@ -115,7 +120,7 @@ def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path)
 
 
 def window_behind(file: BinaryIO, after: Span, max_bytes: int) -> "Window":
-    """Return a Window that begins at the byte after the record `after`."""
+    """Return a Window, the part of the file that is in memory, that begins at the byte after the record `after`."""
     offset, size, line = after
     file.seek(offset)
     for begin in range(0, size, BLOCK):
@@ -171,7 +176,8 @@ class Window:
     """A decoder that does not convert integers. Python would raise an error for one with too many digits."""
 
     def more(self) -> None:
-        """Double the text in memory, by at least 1 MiB, and drop the text that was read past."""
+        """Double the text in memory, by at least 1 MiB, and drop the text that was read past. The text has one
+        character for each byte (Latin-1), so that positions in it are offsets in the file."""
         self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at

@@ -120,7 +120,8 @@ def plain_name(key: str) -> str:
 
 
 def is_thought(key: str, value: Any) -> bool:
-    """Return whether a key has a thought that is read: a text, under one of the names READ_THOUGHTS in any style."""
+    """Return whether a key has a thought that is read: a text, under one of the names READ_THOUGHTS, in whatever style
+    the name is written."""
     return (
         isinstance(value, str)
         and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought
@@ -170,9 +171,10 @@ def held(value: Any) -> Any:
 
 
 def held_under(key: str, value: Any) -> Any:
-    """Return the value of a key as it is written into the index: what `held` returns, with two exceptions. Weights of
-    characters are kept whole. The placeholder of a thought that is no text is a list, so that it is not taken for a
-    thought."""
+    """Return the value of a key as it is written into the index. Numbers, truth values and short texts are kept as they
+    are, a value that says nothing becomes None, and any other becomes the placeholder HELD, with two exceptions:
+    weights of characters are kept whole, and the placeholder of a thought that is no text is put into a list, so that
+    it is not taken for a thought."""
     kept = held(value)
     if kept is HELD and plain_name(key) == READ_SPANS and is_span_list(value):
         return value
@@ -190,8 +192,9 @@ def is_span_list(value: Any) -> bool:
 
 
 def read_weights(key: str, value: Any) -> AnswerWeights:
-    """Return the weights that a key gives the labels of an answer, if its value says something. Raise ValueError, with
-    the reason and a cure, if the key cannot be obeyed."""
+    """Return the weights that the value of a key gives the labels of an answer. The value is not empty; `key` is one
+    that says whether, or how much, an answer is learnt. Raise ValueError, with the reason and a cure, if the key cannot
+    be obeyed."""
     meaning, name = meaning_of(key), plain_name(key)
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)

@@ -70,7 +70,8 @@ def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
 
 
 def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
-    """Return the names of the columns that are read. Columns of videos are only read if they have paths."""
+    """Return the names of the columns that are read: those for ids, images and the conversation; those for videos,
+    system texts, tools and thoughts if they have texts; and those for sizes of images if they have numbers."""
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     names |= dict.fromkeys(key for key in SIZE_KEYS if key in schema.names and has_numbers(schema, key))
@@ -129,6 +130,7 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
         own = schema.field(name).type
         if name in PAIR_COLUMNS and keys.pairs:  # of any type: the parser of pairs says what is wrong with a value
             continue
+        # FORMS are the columns whose value is a whole conversation, others have a question or an answer
         if name not in FORMS and not is_text(own):
             raise DataError(f"{path}: {name} is {shown_name(own)}; it must be text")
         if name in FORMS and not are_turns(own):
@@ -167,6 +169,7 @@ def are_turns(kind: Any) -> bool:
     if not is_list(kind) or types.is_null(kind.value_type):
         return types.is_null(kind) or is_list(kind)
     fields = {name: own for name, own in fields_of(kind.value_type).items() if name in TURN}
+    # whether a struct has both fields of a message (speaker and text), or of a question and its answer
     whole = any(set(pair) <= set(fields) for pair in (*TURN_KEYS, ENTRY_KEYS))
     return whole and all(is_text(own) or (name == PARTS and is_plain(own)) for name, own in fields.items())
 
@@ -191,7 +194,8 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def is_embedded(schema: Any, name: str) -> bool:
-    """Return whether a column can contain the bytes of images."""
+    """Return whether a column can contain the bytes of images: bytes, a struct with a field `bytes`, or a list of
+    these. `schema`: the file's Arrow schema."""
     from pyarrow import types
 
     kind = schema.field(name).type
@@ -249,8 +253,9 @@ class ParquetRows:
         return self.parquet.arrow.metadata.num_rows
 
     def leaf_with_images(self, name: str) -> str | None:
-        """Return the leaf column (such as `image.bytes`) with the bytes of a column of images; None if it has only
-        paths. Raise DataError if several leaves may have them."""
+        """Return the leaf column with the bytes of a column of images; None if it has only paths. A leaf is a column of
+        Parquet that has values itself, such as `image.bytes` in the struct `image`. Raise DataError if several leaves
+        may have the bytes."""
         schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None
@@ -283,6 +288,8 @@ class ParquetRows:
             if "id" in batch.schema.names:
                 batch = batch.set_column(batch.schema.names.index("id"), "id", readable_ids(batch.column("id")))
             for row in range(batch.num_rows):
+                # the least number of bytes that the locations of the row's images, and the nulls among them, take in
+                # JSON
                 least = sum(LEAST_IMAGE * images + LEAST_NULL * nulls for images, nulls in
                             (own.count(number) for own in locations.values()))  # fmt: skip
                 # a row of too many images becomes a placeholder, without their locations
@@ -301,6 +308,7 @@ class ParquetRows:
                         and unread[leaf].count(number)[0]}  # fmt: skip
                 unknown = [*filled, *(name for name, own in marks.items() if own[row])]
                 line = self.line(batch.slice(row, 1), held, more, max_bytes, unknown, least)
+                # NOTHING: no column that is read has a value in this row
                 empty += line == NOTHING
                 if empty > max(MOST_EMPTY, rows // 2):
                     self.parquet.footer.refuse(
@@ -353,7 +361,8 @@ class ParquetRows:
         least: int = 0,
     ) -> bytes:
         """Return a row as a record in JSON. If it would have more than `max_bytes`, return a placeholder: its id and,
-        as TOO_LARGE, its size. HELD stands for values that are not needed, of which it only counts that they exist.
+        as TOO_LARGE, its size. HELD stands for values that are not needed, of which it only counts that they exist. A
+        row with a text that is not UTF-8 becomes NOT_UTF8, a line that is reported where lines are parsed.
 
         Args:
             row: an Arrow RecordBatch of one row, without the bytes of images.
@@ -496,9 +505,9 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a message with only those fields that are used (such as `from` and `value`) and have a value. A field for
-    media that has a value is kept with a placeholder, and so is one that is not read, unless it is known to be harmless
-    (`held`)."""
+    """Return a message with only those fields that are read (such as `from` and `value`) and have a value. A field for
+    media or tools that has a value is kept with the placeholder HELD, so that it is reported. A field that nothing
+    reads is left out if it is known to be harmless; otherwise its value is shortened (`held_under`)."""
     if turn is None:
         return None
     made = {name: turn[name] for name in TURN if turn.get(name) is not None}

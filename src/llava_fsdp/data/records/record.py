@@ -177,8 +177,8 @@ class Record:
 
     @property
     def signed_words(self) -> int:
-        """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no image (LLaVA
-        train.py:684-690)."""
+        """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no image and no
+        key for one (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in (*self.turns, *([self.rejected] if self.rejected else ())))
         return words if self.has_image_key else -words
 
@@ -334,7 +334,7 @@ def count_images(names: Iterable[object]) -> int:
 
 def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
     """Return a description of the first value in a JSON object whose key means media (video, audio, ...) and is not
-    among `read_keys`."""
+    among `read_keys`; None if there is no such value."""
     for key, value in raw.items():
         if key not in read_keys and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"

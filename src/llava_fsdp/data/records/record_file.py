@@ -27,8 +27,13 @@ class RecordFile:
         keys: RecordKeys = NO_KEYS,
         data_files: DataFiles | None = None,
     ):
-        """Read the file. Raises DataError if it has no records; a Parquet file may have none. `keys`: names of the keys
-        of question, answer and images."""
+        """Read the file. Raise DataError if it has no records; a Parquet file may have none.
+
+        Args:
+            max_bytes: greatest size of a record.
+            keys: names of the keys of question, answer and images.
+            data_files: what reads remote files.
+        """
         self.path = str(path)
         self.keys = keys
         self.data_files = data_files or DataFiles()
@@ -51,7 +56,12 @@ def read_records(
     path: str, max_bytes: int, keys: RecordKeys = NO_KEYS, data_files: DataFiles | None = None
 ) -> Iterator[tuple[bytes, int | None]]:
     """Yield each record of a JSON, JSON Lines or Parquet file or a tar as (JSON bytes, number of the line on which it
-    begins, or None if the file is not a text file). A local file needs no `data_files`.
+    begins, or None if the file is not a text file).
+
+    Args:
+        max_bytes: greatest size of a record. A larger record of a Parquet file or a tar is replaced by a placeholder.
+        keys: names of the keys of question, answer and images.
+        data_files: what reads remote files; a local file needs none.
 
     Raises:
         DataError: the file is not a list of records, or a record of a text file is larger than `max_bytes`.

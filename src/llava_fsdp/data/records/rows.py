@@ -43,7 +43,8 @@ class RecordRows(Protocol):
         ...
 
     def lines(self, group: int, max_bytes: int, /) -> Iterator[bytes]:
-        """Yield the records of one part as JSON. A record larger than `max_bytes` is replaced by a placeholder.
+        """Yield the records of one part as JSON: of the row group with the index `group` of a Parquet file, or of a
+        whole tar. A record larger than `max_bytes` is replaced by a placeholder.
 
         Raises:
             DataError: the file is damaged, or has a form that is not supported.
@@ -59,7 +60,17 @@ def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> RecordRows:
 
 
 def all_lines(path: str, keys: RecordKeys, max_bytes: int, data_files: DataFiles) -> Iterator[bytes]:
-    """Yield all records of a Parquet file or a tar as JSON. See `RecordRows.lines`."""
+    """Yield all records of a Parquet file or a tar as JSON. A record larger than `max_bytes` is replaced by a
+    placeholder.
+
+    Args:
+        keys: names of the keys of question, answer and images.
+        data_files: what reads remote files.
+
+    Raises:
+        DataError: the file is damaged, or has a form that is not supported.
+        SourceError: the file cannot be read.
+    """
     rows = open_rows(path, keys, data_files)
     for group in range(rows.groups):
         yield from rows.lines(group, max_bytes)
@@ -107,7 +118,8 @@ class WriteRows:
 
     @cached_property
     def parts(self) -> list[tuple[int, range]]:
-        """What each chunk consists of: (index of the file, indices of the row groups)."""
+        """What each chunk consists of: (index of the file, indices of its row groups). With `by_group`, each row group
+        of a larger file is a chunk of its own, so that several processes can copy one file."""
         found = []
         for number, file in enumerate(self.files):
             rows = open_rows(file.path, file.keys, self.data_files)
@@ -121,7 +133,8 @@ class WriteRows:
         return [self.files[number].text(groups).with_suffix(".npz") for number, groups in self.parts]
 
     def __call__(self, chunk: int) -> Columns:
-        """Write the records of a chunk as JSON Lines; return what the chunk adds to `RecordRows.page_bytes`."""
+        """Write the records of a chunk as JSON Lines. Return as the column `page_bytes`, for the chunk's images in
+        compressed pages, the bytes of the images and the bytes to decompress for each of them alone, int64 [2]."""
         number, groups = self.parts[chunk]
         rows = self.opened(number)
         before = rows.page_bytes.copy()
@@ -158,7 +171,8 @@ class WriteRows:
             texts[number].append(self.files[number].text(groups))
         for number, file in enumerate(self.files):
             if len(texts[number]) == 1:  # nothing that was written is deleted
-                # first, because a process that is killed here writes both again
+                # an .npz file marks a chunk as written; it is renamed first, because a process that is killed between
+                # the two steps then writes both files again
                 os.replace(texts[number][0].with_suffix(".npz"), file.whole.with_suffix(".npz"))
             join_texts(texts[number], file.whole)
             file.delete_parts()

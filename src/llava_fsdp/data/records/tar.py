@@ -52,8 +52,9 @@ class TarRows:
         self.keys = keys
 
     def lines(self, _: int = 0, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples as records in JSON; a placeholder for one of more than `max_bytes`. Log a warning of
-        members that belong to no sample. Raise DataError if the tar is damaged."""
+        """Yield the samples as records in JSON; a placeholder for one of more than `max_bytes`. The first argument, the
+        index of a part, is not used: a tar has only one part. Log a warning of members that belong to no sample. Raise
+        DataError if the tar is damaged."""
         skipped: Counter[str] = Counter()
         for sample in tar_samples(self.file, skipped):
             yield SampleReader(self.file, sample, self.keys, max_bytes).line()
@@ -82,6 +83,7 @@ class SampleReader:
 
     def line(self) -> bytes:
         """Return the sample's record as one line of JSON, or a placeholder if it has more than `max_bytes`."""
+        # the members that are read as text: `json`, and those of the question and the answer
         texts = (RECORD, *(self.keys.pair or ()))
         largest = max(self.sample.members.get(extension, (0, 0))[1] for extension in texts)
         if largest > self.max_bytes:
@@ -101,18 +103,19 @@ class SampleReader:
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return one line that is not valid JSON, made from an invalid member `json`. So it is reported where lines are
-        parsed."""
+        """Return one line that is not valid JSON, made from `data`, the content of an invalid member `json`. The error
+        is then reported where lines are parsed."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)
         except (ValueError, RecursionError):
             return line
+        # without its line breaks, the text has become valid JSON
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample's record with the locations of its images. Where `raw` lacks the question or the answer,
-        the members that `keys.pair` names have it. Members that are not read (other media, unknown ones) get the
+        """Return the sample's record with the locations of its images. If `raw` lacks the question or the answer, it is
+        taken from the member that `keys.pair` names. Members that are not read (other media, unknown ones) get the
         placeholder HELD.
 
         Args:
@@ -174,8 +177,8 @@ class SampleReader:
         return value if extension is None else self.location(extension)
 
     def extension_of(self, name: str) -> str | None:
-        """Return the extension of the member that a record means by the name of an image; None if it is no member. With
-        `is_only`, the sample's only image is meant, whatever the name."""
+        """Return the extension of the member that a record means by the name of an image; None if the name is an
+        address (URL), or of no member. With `is_only`, the sample's only image is meant, whatever the name."""
         if ADDRESS.match(name):
             return None
         return self.images[0] if self.is_only else self.meant.get(name.rpartition("/")[2].lower())

@@ -35,7 +35,8 @@ WARNINGS = {
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, watch: Watch) -> Records:
     """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
-    index, make it first.
+    index, make it first; `watch` shows the progress. If training may not begin, the bad records are examined again,
+    because the user may have fixed their files.
 
     Raises:
         DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and

@@ -20,15 +20,17 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Complete the columns of the first pass, which `join` has put into the folder `staged`: find records with the same
-    id as an earlier one of their data source, and index the images by record.
+    """Complete the columns of the pass that reads the records: find records with the same id as an earlier one of their
+    data source, and index the images by record.
 
     It adds the columns first_picture (int64 [records + 1], the index of each record's first image) and name_end (int64
-    [images + 1], the end of each image's path in the array of all paths), and a file with the duplicate ids, whose
+    [images + 1], the end of each image's path in the array of all paths), and a file with the duplicate ids. Their
     records get a bit in the column `flags`.
 
     Args:
+        task: the pass, with the store of the records.
         chunks: files with the results of the pass.
+        staged: folder in which `join` has put the columns.
 
     Returns:
         {UNREAD: for each data source, how many of its records have each key that is not read}.

@@ -63,14 +63,15 @@ class Findings:
         self.problems: list[dict[str, Any]] = []
 
     def teller_of(self, number: int, identity: str | None) -> Tell:
-        """Return a function that adds a problem of a record. From several problems of one kind, only the first is
-        added."""
+        """Return a function `tell` that adds a problem, given as (kind, reason), to the record with this number. From
+        several problems of one kind, only the first is added. `identity`: id of the record, if it has one."""
         at, identity = number - self.numbers.start, identity and identity[:LONGEST_ID]
 
         def tell(kind: str, reason: str) -> None:
             """Add a problem of the record, unless it has one of this kind already."""
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
+                # `record`: the record's number in its file, so that the row is valid if other files are added before
                 row = {"record": number - self.first, "id": identity, "kind": str(kind), "reason": shown_name(reason)}
                 self.problems.append(row)
             self.flags[at] |= bit
@@ -83,8 +84,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Return the result of `make`. If it raises a DataError with a kind, report this problem to `tell`, and return
-    None."""
+    """Return the result of `make`. If it raises a DataError with a kind, the record is at fault: pass the problem to
+    the function `tell`, and return None. Other errors are raised."""
     try:
         return make()
     except DataError as error:
@@ -179,8 +180,13 @@ class ReadRecords(DatasetPass):
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Parse the records with these numbers. Return the columns that the later passes and the statistics need (see
-        the class); `found` gets the records' problems."""
+        """Parse the records with these numbers. Return columns that later passes and the statistics need; `found` gets
+        the records' problems.
+
+        Columns with a value for each record: id_hash, digest (checksum of its bytes), words and pictures (number of
+        images). NAME_SIZE has the length of each image's path, and `names` the bytes of all paths. UNREAD has, as JSON,
+        how many records have each key that is not read. An invalid record has zeros, but for its digest.
+        """
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
         names: list[bytes] = []
@@ -223,12 +229,14 @@ def id_hash(identity: str) -> int:
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
     """Report problems of how a record names its images and videos; the files are not read."""
+    # an image in `inline` is in the record itself, or in its file
     outside = next((name for name in record.images if name not in record.inline), None)
     if outside is not None and record.folder is None:
         tell(
             Kind.images_unset,
             f"{record.where} has image {outside}, but data.images is not set: set it to their folder",
         )
+    # describes media that are not read, such as audio
     if record.unread is not None:
         tell(Kind.media_not_read, unread_reason(record.where, record.unread))
     elif not record.images and any(IMAGE_TAG in turn.text for turn in record.turns):
@@ -336,6 +344,8 @@ class ExaminePictures(DatasetPass):
                 facts = examined[key]
                 if isinstance(facts, ImageProblem):
                     record = record or self.store.record(number)
+                    # the reason names the image, as several records may have it; here the record's name is put in its
+                    # place
                     reason = f"{record.where}: {facts.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.teller_of(number, record.known_id)(facts.kind, reason)
                     facts = ImageFacts(0, 0, 0)
@@ -367,11 +377,11 @@ class ExaminePictures(DatasetPass):
         name: str,
         location: ImageLocation,
     ) -> ImageLocation | None:
-        """Return the location of the bytes of a remote image that will be read when it is examined, so that they can be
-        downloaded before; None if the image is not opened, or was examined before.
+        """Return what to download of a remote image before it is examined: the location of the whole image if it is
+        decoded, or of its beginning if only its size is read. None if the image is not opened, or was examined before.
 
         Args:
-            decoded_images: numbers of the images that are decoded, from the beginning of the dataset.
+            decoded_images: the images that are decoded, each as its number among all images of the dataset.
             examined: the images that were examined before.
             number: number of the record.
             name: name of the image in the record.
@@ -394,9 +404,11 @@ class ExaminePictures(DatasetPass):
     def examine_one(
         self, folder: str | None, name: str, full: bool, file: ImageFile | None
     ) -> ImageFacts | ImageProblem:
-        """Check that an image or video can be read, and return its size, or its problem.
+        """Check that an image or video can be read, and return its size, or its problem. In the problem, `name` stands
+        for the record, because several records may have the image.
 
         Args:
+            folder: folder of the images; None: it is not set.
             full: whether to decode it.
             file: the image, if it is embedded in the record or its file; None: `name` is a path in `folder`.
         """

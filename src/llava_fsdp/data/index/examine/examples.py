@@ -90,6 +90,7 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSour
     ends = np.array([end for _, end in spans], dtype=np.int64)
     kinds = np.zeros(len(ids), dtype=np.int8) if sample.kinds is None else sample.kinds
     weights = np.full(len(ids), FULL_WEIGHT) if sample.weights is None else sample.weights
+    # a run of tokens ends where its label, its kind (text or image), its part of the answer or its weight changes
     changes = np.diff(counts_in_loss + 2 * is_image.astype(np.int8) + 4 * kinds) != 0
     changes = np.flatnonzero(changes | (np.diff(weights * counts_in_loss) != 0)) + 1
     hidden, roles, room = hidden_range(is_image), Roles(record, sample, counts_in_loss, encoder), TILES
@@ -125,8 +126,9 @@ def rejected_text(sample: Sample, encoder: Encoder) -> Iterator[Text]:
 
 
 def hidden_range(is_image: np.ndarray) -> tuple[int, int]:
-    """Return the range [begin, end) of tokens in the middle of a long record that are not shown. If the record is shown
-    completely, the range is empty and at its end. `is_image`: bool [tokens]."""
+    """Return the range [begin, end) of tokens in the middle of a long record that are not shown. The first HEAD and the
+    last TAIL tokens of text are shown, with the images among them. If the record is shown completely, the range is
+    empty and at its end. `is_image`: bool [tokens]."""
     text = np.flatnonzero(~is_image)
     if len(text) <= HEAD + TAIL:
         return len(is_image), len(is_image)
@@ -138,8 +140,9 @@ class Roles:
     run of tokens with labels, so that the number of runs before a token tells its role."""
 
     def __init__(self, record: Record, sample: Sample, counts_in_loss: np.ndarray, encoder: Encoder):
-        """Find the runs of tokens with labels, and whether they tell the roles. `counts_in_loss`: whether each token
-        has a label that counts in the loss, bool [tokens]."""
+        """Find the runs of tokens with labels, and whether the roles of tokens are known from them (`are_known`): they
+        are if each answer is one run. `counts_in_loss`: whether each token has a label that counts in the loss, bool
+        [tokens]."""
         turns = asked_turns(record)
         # the first token of each run with labels
         self.starts = np.flatnonzero(counts_in_loss[1:] & ~counts_in_loss[:-1]) + 1
@@ -183,6 +186,7 @@ def show_images(
     if isinstance(reader, ProcessorImages):  # an image or frames that are not cut here: [..., height, width, 3]
         tiles = np.moveaxis(tiles if tiles.ndim == 4 else tiles[None], -1, 1)
     tiles_of_all = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
+    # the more tiles there are, the smaller are their thumbnails
     side = next(side for most, side in SIDES.items() if tiles_of_all <= most)
     shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
     note = f"{len(tiles) - TILES} more are not shown." if len(tiles) > TILES else ""

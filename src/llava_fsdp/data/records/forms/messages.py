@@ -68,13 +68,21 @@ def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
 
 def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
     """Parse one message of `conversations` or `messages`. It becomes one turn; if it contains results of calls as
-    parts, each of these becomes a turn before it. `what` names it in error messages; `form` is its place in the record,
-    such as `messages[].`."""
+    parts, each of these becomes a turn before it.
+
+    The role of a turn is `human`, `gpt` (an answer), `system`, `call` (a message that is nothing but calls of tools) or
+    `tool` (the result of a call). A speaker with an unknown name becomes the role, which is refused later.
+
+    Args:
+        what: names the message in error messages.
+        form: its place in the record, such as `messages[].`.
+    """
     fields = raw if isinstance(raw, dict) else {}
     speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
     speaker = speakers[0] if speakers else ""
     role = "tool" if speaker in RESULTS else "call" if speaker in CALLERS else SPEAKERS.get(speaker) or speaker
     is_answer = role in ("gpt", "call")
+    # an answer may have calls, but no list of tools; other messages have neither
     reader.refuse_tools(what, fields, RECORD_TOOLS if role == "gpt" else TOOL_KEYS)
     # the key of the message's text, beside the key of its speaker
     texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
@@ -90,6 +98,7 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
     if role == "call":
         found = read_calls(what, content, reader.bad, reader.is_table)
         return [reader.weighted(what, Turn("call", "", thought=thought, calls=found), weights)]
+    # the result gets a call that has only the name and the id of the call that it belongs to
     if role == "tool":
         name = reader.text(f"{what}, name", fields.get("name") or "")
         identity = next((fields[key] for key in RESULT_IDS if fields.get(key) is not None), None)
@@ -103,10 +112,12 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
 
 def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn, form: str) -> list[Turn]:
     """Parse a message whose content is a list of parts. Return the results of calls in it, each as a turn, and then the
-    turn of the message itself, unless it has only results.
+    turn of the message itself, unless it has only results. A question may have results of calls, and an answer thoughts
+    and calls, as parts of the types that Anthropic writes; all other parts are texts and media.
 
     Args:
         what: name of the message in error messages.
+        content: the parts.
         turn: the message without its content.
         form: place of the parts in the record, such as `messages[].content[].`, for the names of unread keys.
     """

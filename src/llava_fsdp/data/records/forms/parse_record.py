@@ -76,8 +76,9 @@ class RecordKeys:
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """All keys of a record that are read or refused, without those for videos. For pairs, these include the keys of
-        both answers; if the user names `chosen` as a question or answer, all keys of pairs are known."""
+        """All keys of a record that are read or refused, without those for videos. With `data.pairs`, these include the
+        keys of a pair (PAIR_KEYS). If the user names `chosen` as the key of a question or answer, all keys that pairs
+        may have (PREFERENCES) are included: that the others are not read is then intended."""
         pair = self.pair or ()
         better = PREFERENCES if "chosen" in pair else PAIR_KEYS if self.pairs else frozenset[str]()
         return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE, SYSTEM}
@@ -140,6 +141,7 @@ def parse_record(
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
     identity = id_of(raw)
     where = name_record(path, index, line, identity)
+    # a placeholder, written for a record that was too large to be read from its container
     if TOO_LARGE in raw and is_container(path):
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
@@ -176,9 +178,9 @@ def parse_record(
 
 
 def with_weights(reader: RecordReader, turns: list[Turn], weights: AnswerWeights) -> list[Turn]:
-    """Multiply the weights of all answers by that of the record. `weights`: what the record says beside its turns. If
-    it also has weights for ranges of characters, they are left out, and a note says so: of which answer they are is not
-    known."""
+    """Multiply the weights of all answers by that of the record. `weights`: what the record says beside its turns.
+    Weights for ranges of characters (`spans`) are left out, because it is not known in which answer the characters
+    count; a note says so."""
     if weights.spans is not None:
         reader.note_not_obeyed(f"the record has a train_detail beside its answers; {REASONS[KeyMeaning.spans]}")
     if weights.whole == FULL_WEIGHT:
@@ -196,6 +198,7 @@ def with_thought(reader: RecordReader, raw: dict[str, Any], turns: list[Turn]) -
     answers = [number for number, turn in enumerate(turns) if turn.role == "gpt"]
     if thought is None:
         return turns
+    # a record without answers counts like one with several
     (place, *others) = answers or [-1, -1]
     if others or turns[place].thought not in (None, thought):
         key = next(key for key in raw if is_thought(key, raw[key]) and not says_nothing(raw[key]))

@@ -57,8 +57,9 @@ def unpacked(reader: RecordReader, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def best_and_worst(reader: RecordReader, rated: Any) -> tuple[Any, Any]:
-    """Return the answers with the highest and the lowest mean of their ratings; of equal ones the first. Raise
-    DataError if they are not rated, or all alike."""
+    """Return the answers with the highest and the lowest mean of their ratings. If several have the same mean, the
+    first of them is taken. `rated`: answers with the ratings of each. Raise DataError if answers have no ratings, or
+    all have the same mean."""
     try:
         columns = ("response", "annotations")
         # tables may have an object of lists in place of a list of objects

@@ -112,12 +112,14 @@ class RecordReader:
             if key in read_keys:
                 continue
             meaning, value = meaning_of(key[:MOST_LETTERS]), raw[key]  # all known keys are shorter
+            # a `name` changes nothing in a record, but in a turn: templates show it as the name of the speaker
             if meaning is KeyMeaning.harmless and not (form and key in ONLY_OF_RECORDS):
                 continue
             if is_answer and is_thought(key, value):  # read by `thought_of`
                 continue
             if says_nothing(value) or names_media(key):
                 continue
+            # the key says whether, or how much, an answer is learnt
             if meaning in REASONS:
                 own = self.weights_under(what, key, value, is_answer)
                 if own is not None:
@@ -129,10 +131,12 @@ class RecordReader:
         return weights
 
     def weights_under(self, what: str, key: str, value: Any, is_answer: bool) -> AnswerWeights | None:
-        """Return the weights that a key gives the labels of an answer. Note a key that cannot be obeyed.
+        """Return the weights that a key gives the labels of an answer. If the key cannot be obeyed, note this, and
+        return weights of 1.
 
-        A question (`is_answer=False`) is never learnt. A key that gives it a weight above 0 is noted, too; for a key of
-        another kind, such as a verdict, None is returned, and it counts as one that is not read.
+        A question (`is_answer=False`) is never learnt. A key that gives it a weight above 0 is noted, too. If the key
+        is of another kind, such as a verdict (whether an answer is a good one), None is returned: it counts as a key
+        that is not read.
         """
         meaning, said = meaning_of(key[:MOST_LETTERS]), f"{what} has the key {shown(key)}, {shown(value)}"
         try:
