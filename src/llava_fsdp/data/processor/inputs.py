@@ -68,9 +68,9 @@ class ProcessorInputs:
         """
         # for each answer, how many of its first tokens are not repeated in the row: those, with all images, that it
         # shares with the answer before it
-        lacking = [own.shared * n for own, _ in rows for n in range(len(own.answers))]
+        shared_counts = [own.shared * n for own, _ in rows for n in range(len(own.answers))]
         rows = [(part, images) for sample, images in rows for part in sample.answers]
-        shown = [row for row, count in zip(rows, lacking, strict=True) if row[1] and not count]
+        shown = [row for row, count in zip(rows, shared_counts, strict=True) if row[1] and not count]
         # texts without images are only checked; those of the others are checked in `process`
         for sample, images in rows:
             if not images and (text := text_of(sample)).is_whole:
@@ -81,7 +81,7 @@ class ProcessorInputs:
         pairs = zip(shown, made.ids, made.types, strict=True)
         found = iter([self.types_of(sample, own, types) for (sample, _), own, types in pairs])
         every: list[Types] = []
-        for (sample, images), count in zip(rows, lacking, strict=True):
+        for (sample, images), count in zip(rows, shared_counts, strict=True):
             if images and count:
                 more = len(sample.input_ids) - count
                 every.append({name: nn.functional.pad(own[:count], (0, more)) for name, own in every[-1].items()})
@@ -95,9 +95,9 @@ class ProcessorInputs:
         ]
         columns = {name: [own[name] for own in filled] for name in names}
         if self.reader.positions is not None:
-            columns["position_ids"] = self.positions_of(rows, lacking, filled, made)
+            columns["position_ids"] = self.positions_of(rows, shared_counts, filled, made)
         in_row = {
-            name: [own[..., count:] for own, count in zip(values, lacking, strict=True)]
+            name: [own[..., count:] for own, count in zip(values, shared_counts, strict=True)]
             for name, values in columns.items()
         }
         return made.pixels | {name: lay_out(values, ids) for name, values in in_row.items()}
@@ -178,7 +178,7 @@ class ProcessorInputs:
         return filled
 
     def positions_of(
-        self, rows: list[Row], lacking: list[int], types: list[Types], made: Processed
+        self, rows: list[Row], shared_counts: list[int], types: list[Types], made: Processed
     ) -> list[torch.Tensor]:
         """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
         (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
@@ -189,17 +189,17 @@ class ProcessorInputs:
 
         Args:
             rows: the samples, each with its images.
-            lacking: for each sample, the number of its tokens, images included, that are those of the sample before.
+            shared_counts: for each sample, the number of its tokens, images included, that are those of the sample before.
             types: for each sample, the types of its tokens by name.
             made: what the processor made of the micro-batch.
         """
         rule, names = self.reader.positions, self.reader.processor.image_names
         assert rule is not None
         kinds = ["".join(map(kind_of, media)) for _, media in rows]
-        totals = Counter("".join(own for own, count in zip(kinds, lacking, strict=True) if not count))
+        totals = Counter("".join(own for own, count in zip(kinds, shared_counts, strict=True) if not count))
         first = Counter[str]()
         found = []
-        for (sample, _), own, is_shared, sample_types in zip(rows, kinds, lacking, types, strict=True):
+        for (sample, _), own, is_shared, sample_types in zip(rows, kinds, shared_counts, types, strict=True):
             counts = Counter(own)
             first -= counts if is_shared else Counter()  # its images are again those of the sample before
             sizes = {

@@ -145,7 +145,8 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
     if not any(value == kind for kind, _ in DS_SCHEDULES):
         return unsupported(f"{value} has no equivalent here; {context.override('optim.schedule')}")
     return mapped(
-        f"{context.override('optim.schedule')}: DeepSpeed's {value} replaces --lr_scheduler_type. Its engine steps once "
+        f"{context.override('optim.schedule')}: DeepSpeed's {value} replaces --lr_scheduler_type. Its engine steps "
+        "once "
         "before the schedule begins; here step n has the schedule's n-th value"
     )
 

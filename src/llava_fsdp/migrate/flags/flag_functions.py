@@ -94,7 +94,8 @@ def lora_enable(context: RuleContext, value: object) -> Translation:
     if not context.run.is_lora:
         return OFF if not value else no_effect("the original's first stage trains no adapters")
     return mapped(
-        f"{context.override('stage')}; the vision tower gets no adapters here; the original adds some and never trains them"
+        f"{context.override('stage')}; the vision tower gets no adapters here; the original adds some and never trains "
+        "them"
     )
 
 

@@ -63,7 +63,7 @@ def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
     made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
     if all(turn.role != "tool" and not turn.calls for turn in made):
         return made
-    return linked_results(joined_calls(made, reader.bad, reader.note_not_obeyed), reader.refuse_turn)
+    return linked_results(joined_calls(made, reader.bad, reader.note_not_obeyed), reader.turn_error)
 
 
 def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
@@ -132,7 +132,7 @@ def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn
                 raise reader.bad(own, kind, "before the other parts of its message")
             results.append(read_result(reader, own, part, form))
         elif kind in (*THOUGHT_PARTS, CALL_PART) and turn.role == "gpt":
-            reader.refuse_weights(own, reader.note_keys(own, part, AGENT_PART_KEYS, form))
+            reader.note_part_weights(own, reader.note_keys(own, part, AGENT_PART_KEYS, form))
             if kind == CALL_PART:
                 calls.append(read_call(own, part, reader.bad, reader.is_table))
             else:
@@ -182,7 +182,7 @@ def read_part(reader: RecordReader, what: str, raw: Any, form: str = "", is_answ
     kind = raw.get("type") if isinstance(raw, dict) else None
     if not isinstance(kind, str):
         raise reader.bad(what, raw, "an object with type (text, image or image_url)")
-    reader.refuse_weights(what, reader.note_keys(what, raw, PART_KEYS, form, is_answer))
+    reader.note_part_weights(what, reader.note_keys(what, raw, PART_KEYS, form, is_answer))
     given = given_images(raw)
     if kind == "text":
         reader.note_unread(raw)

@@ -83,7 +83,7 @@ class RecordReader:
         """Return an error that says what a wrong value must be (`cure`, such as `a path`)."""
         return DataError(f"{self.where}: {what} is {shown(value)}; it must be {cure}", Kind.bad_form)
 
-    def refuse_turn(self, number: int, why: str) -> DataError:
+    def turn_error(self, number: int, why: str) -> DataError:
         """Return an error about a turn whose role or calls do not fit the turns before it."""
         return DataError(
             f"{self.where}: turn {number} {why}; fix the conversation, or take the record out", Kind.wrong_roles
@@ -168,7 +168,7 @@ class RecordReader:
             self.note_not_obeyed(f"{why}; {REASONS[KeyMeaning.spans]}")
         return turn.weighted(weights)
 
-    def refuse_weights(self, what: str, weights: AnswerWeights) -> None:
+    def note_part_weights(self, what: str, weights: AnswerWeights) -> None:
         """Note that a part of an answer has weights of its own, which cannot be obeyed; nothing if all weights are
         1."""
         if weights != AnswerWeights():
