@@ -153,10 +153,12 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
 
 
 def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> MadePlan:
-    """Predict memory and time of all ways to train.
+    """Predict memory and time of all ways to train. With `parallel.search` the layout of ranks is searched; without it,
+    `parallel.context=auto` becomes the smallest number with which the training fits.
 
     Args:
         cfg: without `auto` for precision and packing.
+        parts: configurations of the model's parts.
         watch: shows the progress.
     """
     world_size = cfg.gpus * cfg.nodes
@@ -217,7 +219,7 @@ def warn_of_length(cfg: PlanConfig, parts: Parts) -> None:
 
 
 def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLine) -> None:
-    """Print the longest samples for 1, 2, 4, ... GPUs, and write a page with a chart."""
+    """Print the longest samples that can be trained on 1, 2, 4, ... GPUs, and write a page with a chart."""
     points = longest(cfg, machine, parts, line.watch)
     line.close()
     title = (
@@ -269,8 +271,9 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
+    # without packing, the planner chooses the size of micro-batches, too
     chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
-    kinds = chosen_kinds(cfg.parallel, parallel)
+    kinds = chosen_kinds(cfg.parallel, parallel)  # overrides of `parallel` that the planner chose
     own = OWN_KEYS | ({"parallel", "parallel.search", *(word.partition("=")[0] for word in kinds)} if kinds else set())
     # what the planner chose, and keys that `train` does not have, are not copied from the user's words
     kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
@@ -285,6 +288,7 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
         planned.append(f"micro_batch_size={row.micro_batches[0].rows}")
     elif cfg.sampler.name is not SamplerName.llava_v1_5:
         planned.append(f"tokens_per_micro_batch={row.tokens}")
+    # the plan assumed the shapes of samples; a training needs a dataset
     if cfg.data.source is Source.shapes and cfg.model.name != "tiny":
         planned.append("data=llava_json data.path=FILE.json data.images=DIR")
     return " ".join([launch, *kept, *planned])

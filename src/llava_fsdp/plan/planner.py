@@ -685,7 +685,8 @@ class Planner:
             share = 1.0
         chains = sum(number - 1 not in group.blocks for number in group.blocks)  # lists of consecutive blocks
         mixtures = self.mixtures(group)
-        # a training counts the tokens of experts only where each sample is on one rank (`routers_to_watch`)
+        # number of experts whose tokens are counted, in all blocks together; a training counts them only where each
+        # sample is on one rank, without `parallel.context`
         counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
         volume = self.cached(
             (group, "layers", share, counted),
@@ -699,6 +700,7 @@ class Planner:
                 counted=counted,
             ),
         )
+        # gradients are reduced after the last micro-batch alone, or after each one
         is_last = SHARD_PLANS[choice.strategy].gradient_sync is Sync.LAST_MICRO_BATCH
         moved = volume.of(micros, self.cfg.loss.chunk_tokens, 1 if is_last else len(micros))
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
@@ -827,6 +829,7 @@ class Planner:
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
             return States(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
+        # `params` and `nvme` offload all weights but frozen ones that FSDP does not shard
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
@@ -848,9 +851,10 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatchSizes]) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of inputs that are held for the whole step and, for each micro-batch, those held while it
-        runs. Inputs are pixels, and int64 token ids, positions, and places and rows of image tokens. A token that is a
-        weighted sum has the rows and fp32 weights of four features.
+        """Return (the bytes of inputs that are held for the whole step, for each micro-batch the bytes of those that
+        are held while it runs). Inputs are pixels, and int64 numbers: the id and position of each token, the place and
+        row of each image token, the position and id of each label. An image token that is a weighted sum has the rows
+        and fp32 weights of four features.
 
         A GPU holds only the micro-batch that runs, with pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.

@@ -52,7 +52,8 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Return the FSDP units that `parallel/fsdp/units.py` makes, by name.
+    """Return the FSDP units of these weights, by name, with the bytes that each needs. Frozen weights are in a unit
+    only if the sharding strategy shards them.
 
     Args:
         shards: number of ranks that the weights are sharded over.
@@ -90,6 +91,7 @@ def unit_of(
         shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
+        # FSDP makes one more copy of a weight that is sharded by columns (dimension 1), and of its gradient
         second_copy=sum(w.gathered * w.gathered_size(precision) for w in weights if w.dimension(shards) == 1),
         is_copied=tuple(w.dimension(shards) == 1 for w in trainable),
     )

@@ -281,6 +281,7 @@ class FsdpRank:
         """Run one segment: note its peak together with the bytes that FSDP holds, then hold what the segment leaves,
         except its gradients: the caller adds them to the ledger."""
         unit = OUTPUT if segment.block == OUTPUT else self.unit_names.get(segment.block, ROOT)
+        # autograd adds gradients in place if earlier ones wait in the same dtype: then no new ones are held
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
         self.ledger.set_live(worst + self.under_way)
         self.ledger.note_peak(describe(segment), reducing=worst.gradients)
@@ -312,8 +313,9 @@ class FsdpRank:
         self.ledger.note_peak(f"all-gather of {name or 'the root unit'}", gathered=unit.cast)
 
     def copy_out(self, name: str, moment: str, keep: bool = False) -> None:
-        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights; while it is copied, buffer and
-        weights both exist. Then free the buffer, unless `keep` is set."""
+        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights. While it is copied, the buffer
+        and the weights exist, and another copy of the weights that are sharded by columns. Then free the buffer, unless
+        `keep` is set. Does nothing if the unit is gathered already, or no unit has this name."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered:
             return
@@ -324,7 +326,7 @@ class FsdpRank:
             self.ledger.drop(gathered=self.buffers.pop(name))
 
     def drop_buffers(self) -> None:
-        """Free the all-gather buffers of all units."""
+        """Free the all-gather buffers of all units, and forget which unit's buffer was copied last."""
         self.ledger.drop(gathered=sum(self.buffers.values()))
         self.buffers.clear()
         self.copied = None
