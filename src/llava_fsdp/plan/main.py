@@ -235,8 +235,9 @@ def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLi
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16, or auto, by fp16 on a GPU that lacks bf16 (V100, T4), if the user has `typed` no precision. Also
-    return the overrides that the recommended command then needs."""
+    """Replace `auto` and bf16 by fp16 for a GPU that lacks bf16 (V100, T4), and return (configuration, the overrides
+    that the recommended command then needs). If the GPU has bf16, or the user's command-line arguments (`typed`) set a
+    precision, nothing is changed."""
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     from_16_bits = (DType.bf16, DType.auto)
@@ -279,6 +280,7 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
     kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
+    # 1 is the default of a kind of parallelism
     planned = [overrides_of(row), *(word for word in kinds if not word.endswith("=1"))]
     if SHARD_PLANS[row.choice.strategy].mesh is Mesh.HYBRID and cfg.sharding.shard_size is not None:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
@@ -288,7 +290,7 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
         planned.append(f"micro_batch_size={row.micro_batches[0].rows}")
     elif cfg.sampler.name is not SamplerName.llava_v1_5:
         planned.append(f"tokens_per_micro_batch={row.tokens}")
-    # the plan assumed the shapes of samples; a training needs a dataset
+    # the generated dataset `shapes` is only meant for the model `tiny`; other models need the user's own data
     if cfg.data.source is Source.shapes and cfg.model.name != "tiny":
         planned.append("data=llava_json data.path=FILE.json data.images=DIR")
     return " ".join([launch, *kept, *planned])

@@ -127,6 +127,7 @@ class ActivationMeter:
         """
         # if only some blocks train, they differ in what they keep for the backward pass
         are_unlike = cfg.model.trained.get(Part.language) is not None
+        # number of blocks at the beginning that may be unlike later ones
         unlike = UNLIKE if images is None else UNLIKE_OF_WHOLE
         self.measured, self.period = blocks_to_measure(parts.language, unlike)
         short = parts if are_unlike else with_depth(parts, self.measured)
@@ -252,6 +253,7 @@ def run(model: Architecture, inputs: ForwardInputs) -> Trace:
     products of experts are counted as the fused kernels of a GPU would allocate them."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    # NothingPacked: transformers' check for packed samples, which needs values, finds none
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FusedKernels(), NothingPacked(), live:
         loss = model(**inputs)

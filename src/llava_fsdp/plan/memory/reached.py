@@ -22,7 +22,8 @@ LARGE = (1400, 900)
 
 def freeze_unreached(images: BlankImages, precision: PrecisionConfig) -> None:
     """Freeze the parameters of the model of `images`, on the meta device, on which the loss of a large image does not
-    depend. A training freezes unused parameters in the same way, but tries small images as well."""
+    depend. A training also freezes such parameters, but it tries a small image and, for datasets with videos, a video
+    as well."""
     model, large = images.model, replace(images, photo=LARGE)
     each = large.work().tokens
     sizes = MicroBatchSizes(1, each + 2, samples=1, tiles=each, labels=1, image_tokens=each)

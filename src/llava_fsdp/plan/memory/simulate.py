@@ -179,6 +179,7 @@ class FsdpRank:
         """Simulate the forward pass of a micro-batch. The weights of an FSDP unit are gathered before its first block
         runs, and freed after its last block if the sharding strategy says so. A unit has one or more blocks of the
         model, and `segment.block` is the name of a block; experts of a block have a unit of their own."""
+        # weights outside of blocks, and all norms that compute in fp32, have a unit each
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)  # names of the blocks of each unit; names of the units

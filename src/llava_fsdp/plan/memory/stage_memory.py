@@ -54,6 +54,7 @@ def weights_of_groups(
     names = names_of_stages(model, plan)
     found = []
     for group in range(parallel.pipeline):
+        # `own`: numbers of the group's stages
         names_of_group = set[str]().union(*(names[stage] for stage in place_of_group(parallel, group).own))
         found.append([weight for name, weight in weights.items() if name in names_of_group])
     return found

@@ -54,6 +54,7 @@ def points_of(
         parallel = replace(cfg.parallel, context=context)
         # without the configured limit of a row, which holds one sample of any length
         planner = Planner(replace(cfg, parallel=parallel, tokens_per_micro_batch=None), machine, parts=parts)
+        # `full`; on a GPU also `offload`, which moves the inputs of blocks to host memory
         modes = MODES if machine.device == "cuda" else MODES[:1]
         checkpointing = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
         for gpus in gpu_counts(cfg):
