@@ -20,7 +20,8 @@ NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d
 
 
 def whole_page(title: str, body: str) -> str:
-    """Return a complete HTML page, which loads no other file. `body`: HTML of its content."""
+    """Return a complete HTML page, which loads no other file. `body`: HTML of its content. If it contains charts with
+    their values (elements that begin with the tag DATA), the script that redraws them is added."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
