@@ -120,7 +120,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     typed = [*typed, *fp16]
     cfg = with_precision(cfg, machine)
     parts = shapes_of(cfg.model)
-    cfg, padded = settle_packing(cfg, parts)
+    cfg, padded = settle_packing(cfg, parts)  # `padded`: the reason if samples cannot be packed
     if padded is not None:
         log().info("auto: %s", padded)
     if cfg.longest:

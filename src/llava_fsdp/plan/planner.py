@@ -609,10 +609,18 @@ class Planner:
         group: Group,
     ) -> Ledger:
         """Simulate the device memory of a rank in a step with a pipeline. If a step has many micro-batches, only the
-        consecutive ones with the most tokens are simulated, among which is the peak. The arguments are those of
-        `simulate`."""
+        consecutive ones with the most tokens are simulated, among which is the peak.
+
+        Args:
+            ranks: numbers of the ranks that hold the same part of the model.
+            micros: what the rank runs in the step.
+            between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, that
+                of each of `micros` is measured.
+            rank: index of the rank among `ranks`.
+            group: the part of the model that the rank has.
+        """
         parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
-        # as many micro-batches as fill the pipeline twice
+        # enough micro-batches to fill the pipeline twice; `windows`: all series of so many consecutive ones
         most = parallel.num_micro_batches(2 * parallel.num_stages)
         windows = (micros[begin : begin + most] for begin in range(max(1, len(micros) - most + 1)))
         run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
@@ -800,8 +808,14 @@ class Planner:
     def simulate_passes(
         self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatchSizes], passes: Sequence[Pass], rank: int
     ) -> Ledger:
-        """Simulate the device memory of a rank during a step without a pipeline. `passes`: activation memory of the
-        micro-batches, those that `without_repeats` returns. Other arguments are those of `simulate`."""
+        """Simulate the device memory of a rank during a step without a pipeline.
+
+        Args:
+            ranks: numbers of the ranks that hold the same part of the model.
+            micros: what the rank runs in the step.
+            passes: activation memory of the first of `micros`, and of one micro-batch of each size that follows it.
+            rank: index of the rank among `ranks`.
+        """
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         group = self.groups(choice)[0]
@@ -827,7 +841,7 @@ class Planner:
         """
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
-        if offload is OffloadMode.optimizer:
+        if offload is OffloadMode.optimizer:  # during the step, the moments pass through two buffers on the device
             return States(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
         # `params` and `nvme` offload all weights but frozen ones that FSDP does not shard
         return States(self.frozen_whole(plan), 0, 0, buffers)

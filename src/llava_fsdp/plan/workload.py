@@ -124,8 +124,9 @@ def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | Non
 
 
 def samples_in(records: Records, rule: ImageRule | None) -> Samples:
-    """Return the mean sizes of the samples that a training makes from these records. `rule` gives the tokens of an
-    image if the index does not count them."""
+    """Return the mean sizes of the samples that a training makes from these records. If the index does not count image
+    tokens, `rule` gives the tokens of an image; it is None for a model without tiles, in which each image token counts
+    as a tile."""
     count, image_tokens = len(records), records.image_tokens
     tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
     each = tokens_of_a_tile(tiles, None if image_tokens is None else total_of(image_tokens), rule)

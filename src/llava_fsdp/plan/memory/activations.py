@@ -139,6 +139,7 @@ class ActivationMeter:
             copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss
         )
         if images is not None:
+            # parameters on which no loss depends do not train
             model.unused = images.model.unused
             model.freeze()
         if cfg.parallel.tensor > 1:
@@ -157,7 +158,7 @@ class ActivationMeter:
         self.packed = kernel is not None
         self.images = images
         self.blends = images is None and ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
-        """Whether image tokens may be weighted sums of features, as `ImageTokens.blends`."""
+        """Whether image tokens are weighted sums of vision features (with anyres_max)."""
         self.vocabulary = math.ceil(short.language.vocab_size / cfg.parallel.tensor)
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers

@@ -212,6 +212,7 @@ class BlankImages:
         """Return {"position_ids": positions of the tokens, [axes, rows, length], as if all were text}; empty if the
         model itself numbers tokens one after the other. `types`: names of the inputs with the types of tokens."""
         assert self.model.parts.class_config is not None
+        # a function that numbers the tokens of a sample
         number = positions_of(self.model.parts.class_config)
         if number is None:
             return {}
@@ -229,9 +230,9 @@ def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
 
 
 def image_arguments(config: Any) -> Mapping[str, Any]:
-    """Return the arguments with which the processor of a model calls its image processor, whatever the folder says:
-    InternVL's with `crop_to_patches=True`. They are in the processor's class, so that it need not be opened, for which
-    torchvision may be needed; empty if the class cannot be imported without it."""
+    """Return the arguments with which the processor of a model always calls its image processor, such as
+    `crop_to_patches=True` for InternVL. They are read from the processor's class: the processor itself is not opened,
+    which may need torchvision. Empty if the class cannot be imported without it, or the model has no processor."""
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     try:
         kind: Any = getattr(transformers, name) if name else None

@@ -70,8 +70,13 @@ def units_of(
 def unit_of(
     name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
 ) -> Unit:
-    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding. `is_away`: gradients of
-    shards are offloaded. `passes_through`: offloaded shards are copied to the device before an all-gather."""
+    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding.
+
+    Args:
+        shards: number of ranks that the weights are sharded over.
+        is_away: whether the gradients of this rank's shards are offloaded.
+        passes_through: whether offloaded shards are copied to the device before an all-gather.
+    """
     trainable = [w for w in weights if w.trainable]
     # bytes of this rank's shards: of weights in the dtype of the all-gather, and of gradients in the dtypes of the
     # reduction and of the master weights
@@ -82,10 +87,12 @@ def unit_of(
     return Unit(
         name,
         gathered=part * own,
+        # the flat output of the all-gather, until it is copied into the weights
         buffer=0 if own == 1 else part * own,
         cast=cast_bytes(weights, precision, shards, passes_through),
         reduce_input=reduced * own,
-        # with a copy in the dtype of the master weights, if that is another one
+        # with the copy that FSDP2 makes of it if weights are not sharded, and with a copy in the dtype of the master
+        # weights, if that is another one
         reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
         waiting_output=reduced,
         shard_gradients=0 if is_away else kept,

@@ -47,8 +47,10 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch
 def points_of(
     cfg: PlanConfig, machine: Machine, parts: Parts, contexts: Sequence[int], advance: Advance
 ) -> list[dict[str, Any]]:
-    """Return the objects that `longest` returns, for these numbers of ranks per row (`contexts`). `advance` is called
-    with 1 after each."""
+    """Return the longest sample that fits into memory for each number of ranks per row in `contexts` and each number of
+    GPUs that is a multiple of it. An object has the entries `gpus`, `context` (ranks per row), `tokens` (of the sample;
+    0 if none fits), `activation_checkpointing` and `bytes` (predicted for a rank). `advance` is called with 1 after
+    each."""
     points = []
     for context in contexts:
         parallel = replace(cfg.parallel, context=context)

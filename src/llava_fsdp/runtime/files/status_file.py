@@ -196,7 +196,8 @@ def check_status(status: Any, path: Path) -> None:
 
 def start_of(folder: Path) -> str:
     """Return a text that identifies the current start of the ranks: the same on all ranks, different after each
-    restart. Ranks started without torchrun know it by the heartbeat of rank 0."""
+    restart. With torchrun, or with a single rank, it comes from the environment (`incarnation`). Without torchrun, it
+    is the host and process of rank 0, which other ranks read in the heartbeat of rank 0."""
     if launch_id() is not None or os.environ.get("WORLD_SIZE", "1") == "1":
         return incarnation()
     if env_rank() == 0:
