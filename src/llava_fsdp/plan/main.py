@@ -97,8 +97,8 @@ class MadePlan:
 
 
 def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
-    """Return the predictions for all combinations of strategy, activation checkpointing and offload (with
-    `parallel.search` for the best layouts of ranks), the best first. Nothing is printed.
+    """Return the predictions for all combinations of strategy, activation checkpointing and offload, the best first.
+    With `parallel.search`, the predictions are those of the best layouts of ranks. Nothing is printed.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.

@@ -331,6 +331,7 @@ class Planner:
             compiled: whether blocks are compiled; None: as the training does in this mode.
         """
         compiled = self.compiles(mode) if compiled is None else compiled
+        # `self.cut`: how many ranks share rows, layers and experts
         key = self.cut, compiled, mode, micro
         if key not in self.measured:
             one_row = micro.rows == 1
@@ -848,6 +849,7 @@ class Planner:
 
     def frozen_whole(self, plan: ShardPlan) -> int:
         """Return the bytes of frozen weights that the sharding strategy leaves whole on every rank."""
+        # `whole`: stays unsharded, if it is frozen, under every strategy
         return sum(
             w.gathered * w.item_size(self.cfg.precision)
             for w in self.weights

@@ -71,6 +71,7 @@ def charts(runs: list[RunRecord]) -> Iterator[Chart]:
     """Yield a chart for each metric, with one line for each run. The bands from least to greatest value are left out,
     as they would cover other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
+    # how many points each curve may have, so that the page does not become too large
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
         lines = []

@@ -115,6 +115,7 @@ class Positions:
         and return them twice. The first tensor is for code that every rank runs alike: its gradient is taken as equal
         on all ranks. The second is for layers that are divided by outputs: each rank's gradient is a part, and the
         parts are summed."""
+        # `self.length`: number of positions of all ranks, of the rows that the current block processes
         shape = torch.Size((own.shape[0], self.length, own.shape[2]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
@@ -239,8 +240,8 @@ def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_
 
 
 def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
-    """Register a hook that gathers all outputs of a layer whose outputs are divided. A scalar, a loss, is left as it
-    is."""
+    """Register a hook that gathers all outputs of a layer whose outputs are divided. If the layer returns a scalar, as
+    the output layer does when it computes the loss, nothing is gathered."""
     outputs = module.out_features
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
@@ -316,7 +317,8 @@ def cut_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the rows of the output layer among ranks. Logits are gathered on every rank; a loss is left as it is."""
+    """Divide the rows of the output layer among ranks. Logits are gathered on every rank. If the layer computes the
+    loss and returns this scalar, nothing is gathered."""
     assert isinstance(module, nn.Linear) and module.bias is None
     divide(module, {"weight": Shard(0)}, mesh)
     gather_outputs(module, mesh)

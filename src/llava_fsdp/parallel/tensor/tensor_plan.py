@@ -239,6 +239,7 @@ def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], 
     """Raise ConfigError if the plan divides some layers of a module, but does not mention another weight of it: each
     rank would compute only a part of that weight's gradient. `prefix` is that of the language model's names in the
     plan."""
+    # modules with layers of the styles COLWISE and ROWWISE, between which what is computed is divided among the ranks
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }

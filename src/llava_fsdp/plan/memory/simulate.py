@@ -97,11 +97,12 @@ def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
         for segment in segments:
+            # later micro-batches add their gradients to those that exist
             worst = segment.worst_later if number else segment.worst_first
             ledger.set_live(worst)
             ledger.note_peak(describe(segment), gradients=worst.gradients)
             ledger.set_live(segment.end)
-            if number == 0:  # later micro-batches add to these gradients
+            if number == 0:
                 ledger.held["gradients"] += segment.made_masters
     ledger.finish(states)
     return ledger
@@ -119,6 +120,9 @@ def simulate_step(
 
     Args:
         passes: for each micro-batch the segments of its forward and backward pass.
+        units: the FSDP units by name.
+        plan: the FSDP2 settings of the sharding strategy.
+        states: what the rank holds throughout the step.
         unit_names: block name -> name of its FSDP unit.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
     """
@@ -274,6 +278,7 @@ class FsdpRank:
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.block, "")
+            # the root unit has the empty name, and is no unit of blocks
             if unit in self.units and unit and segment.block not in blocks.setdefault(unit, []):
                 blocks[unit].append(segment.block)
         return blocks, list(blocks)
@@ -415,6 +420,7 @@ def interpolate(first: PassSegment, second: PassSegment, share: float) -> PassSe
     def between(a: Live, b: Live) -> Live:
         return Live(mix(a.activations, b.activations), mix(a.logits, b.logits), mix(a.gradients, b.gradients))
 
+    # LEVELS: the fields of a segment that count bytes
     return replace(first, **{name: between(getattr(first, name), getattr(second, name)) for name in LEVELS})
 
 

@@ -205,8 +205,9 @@ def best_layout(
 def smallest_context(
     cfg: C, world_size: int, language: PretrainedConfig, plan: Callable[[C], tuple[Planner, list[PlanRow]]]
 ) -> tuple[Planner, list[PlanRow]]:
-    """Plan with the smallest `parallel.context` with which the training fits. If it fits with none, with the one that
-    needs the fewest bytes. Without `auto` there is one value. `plan` returns a planner and its rows, the best first.
+    """Plan with the smallest `parallel.context` with which the training fits into memory, or, if it fits with none,
+    with the one that needs the fewest bytes. If `parallel.context` is not `auto`, its value is the only one. `plan`
+    returns the planner of a configuration and its rows, the best first.
 
     Raises:
         ConfigError: no value is possible.
@@ -352,7 +353,7 @@ def has_auto_checkpointing(cfg: Config) -> bool:
 
 
 def cost_as_text(row: PlanRow, machine: Machine) -> str:
-    """Return the predicted memory and, on a GPU, the seconds of a step, as text. The speed of CPU cores is not known
-    here (`CORE_FLOPS`)."""
+    """Return the predicted memory and, on a GPU, the seconds of a step, as text. On a CPU machine the seconds are left
+    out: the speed that is assumed for its cores is only good enough to compare ways to train."""
     seconds = f", {row.step.seconds:.2g} s a step" if machine.gpu is not None else ""
     return f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB{seconds}"

@@ -113,6 +113,7 @@ def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow 
     def predicted(pieces: int) -> PlanRow:
         return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], sizes)
 
+    # lengths are multiples of PIECE tokens for each rank of a row, and at most MOST_TOKENS
     first, last = 0, MOST_TOKENS // (PIECE * context)
     while first < last:
         middle = (first + last + 1) // 2

@@ -188,12 +188,14 @@ def volume(
     Args:
         weights: the part of the model that the rank has.
         ranks: numbers of the ranks that hold the same part of the model.
+        micro_batches: number of micro-batches of the step.
     """
     # `tensor` is above 1 for experts whose shards are also divided among ranks that compute layers together
     if ranks.world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
     plan = SHARD_PLANS[strategy]
     replicas, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
+    # weights that FSDP handles; `whole` ones stay unsharded if they are frozen
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
 

@@ -57,6 +57,7 @@ def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | No
     columns = [column for column in zip(names, *texts, strict=True) if any(column[1:]) or not texts]
     if not columns:
         return ""
+    # CSS classes of columns: "n" for numbers, "r" for others
     kinds = ["n" if all(NUMBER.fullmatch(text) for text in column[1:] if text) else "r" for column in columns]
     head, *rest = zip(*columns, strict=True)
     top = (f"<th class='{kind}'>{escape(shorten_middle(name))}</th>" for kind, name in zip(kinds, head, strict=True))

@@ -89,6 +89,7 @@ def times_of(path: Path) -> Times:
     spans = {"data": difference(parts["data"], accounted), **busy, "communication": collectives}
     rows = []
     for begin, end in sorted(spans_of(of_steps)):
+        # the last category, "host gaps", is the rest of the step
         row = {name: length(intersection(spans[name], [(begin, end)])) for name in CATEGORIES[:-1]}
         rows.append(row | {"host gaps": (end - begin) / 1e6 - sum(row.values())})
     return Times(bool(kernels), rows, [(name, time / 1e6) for name, time in total.most_common(MOST_LONGEST)])
