@@ -288,8 +288,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_start(row: dict[str, Any]) -> None:
-    """Raise ValueError, naming the field, if a field of the row that a run writes at its start is malformed. Fields
-    other than `step` and `time` may be absent."""
+    """Raise ValueError, naming the field, if a field of the row that a run writes at its start is malformed, and
+    KeyError if `step` or `time` is missing. Other fields may be absent."""
     if type(row["step"]) is not int:
         raise ValueError("step")
     for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):

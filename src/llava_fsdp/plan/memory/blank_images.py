@@ -231,8 +231,8 @@ def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
 
 def image_arguments(config: Any) -> Mapping[str, Any]:
     """Return the arguments with which the processor of a model always calls its image processor, such as
-    `crop_to_patches=True` for InternVL. They are read from the processor's class: the processor itself is not opened,
-    which may need torchvision. Empty if the class cannot be imported without it, or the model has no processor."""
+    `crop_to_patches=True` for InternVL. They are read from the processor's class, because opening a processor may need
+    torchvision. Empty if the model has no processor, or its class cannot be imported without torchvision."""
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     try:
         kind: Any = getattr(transformers, name) if name else None
