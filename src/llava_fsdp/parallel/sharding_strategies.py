@@ -85,8 +85,10 @@ def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
     """
     if not isinstance(model, FSDPModule):
         return
+    # the other value of `gradient_sync` is FSDP's default: gradients are reduced in every micro-batch
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:
         model.set_requires_gradient_sync(is_last)
+    # reduce-scatter within a group of ranks in every micro-batch, all-reduce between groups in the last one
     if plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST:
         model.set_requires_all_reduce(is_last)
     if not plan.reshard_every_micro_batch:

@@ -8,9 +8,10 @@ from llava_fsdp.parallel.tensor.tensor_parallel import reduction
 
 
 def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism, compiles: bool) -> list[Router]:
-    """Return the routers of a whole language model; empty if they cannot be watched: with `parallel.context`, where a
-    rank has only a part of each sample, and where compiled blocks contain their activation checkpointing, because a
-    hook would break their graph. `compiles`: whether blocks will be compiled."""
+    """Return the routers of a whole language model whose outputs are to be kept by hooks; empty if there are none, or
+    if this is not possible: with `parallel.context`, where a rank has only a part of each sample, and with compiled
+    blocks under selective activation checkpointing, whose graph a hook would break. `compiles`: whether blocks will be
+    compiled."""
     is_hidden = compiles and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
     return [] if is_hidden or parallelism.meshes.context is not None else find_routers(model.language)
 
@@ -18,17 +19,17 @@ def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism,
 def watch_routers(
     model: Architecture, routers: list[Router], has_balance_loss: bool, parallelism: Parallelism, compiles: bool
 ) -> RouterOutputs | None:
-    """Install hooks on the routers that this rank has, and return the object that keeps what they return; None without
-    routers.
+    """Install hooks on the routers that this rank has, and return the object that keeps the routers' outputs; None
+    without routers.
 
     Args:
         routers: the routers of the whole language model.
-        has_balance_loss: whether a loss of what they return is trained.
+        has_balance_loss: whether a load-balancing loss, which is computed from the outputs, is trained.
         compiles: whether blocks will be compiled.
     """
     if not routers:
         return None
     positions, mesh = None, parallelism.meshes.tensor
-    if mesh is not None:
+    if mesh is not None:  # with parallel.tensor, the routers of a rank get only the tokens at its own positions
         positions = RankPositions(mesh.get_local_rank(), mesh.size(), reduction(mesh, "sum"))
     return RouterOutputs(routers, has_balance_loss, model.language, compiles, positions)

@@ -22,6 +22,7 @@ def main() -> None:
                 from llava_fsdp.train.setup.preflight import warn_if_refused
 
             line.stage("checks of the configuration")
+            # a training would refuse some configurations that can be planned; the user is only warned
             remark = warn_if_refused(cfg, is_for_this_machine=cfg.gpu == "auto")
             plan(cfg, words, line)
             if remark:

@@ -97,8 +97,8 @@ class MadePlan:
 
 
 def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
-    """Return the predictions for all combinations of strategy, activation checkpointing and offload (with
-    `parallel.search` for the best layouts of ranks), the best first. Nothing is printed.
+    """Return the predictions for all combinations of strategy, activation checkpointing and offload, the best first.
+    With `parallel.search`, the predictions are those of the best layouts of ranks. Nothing is printed.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.
@@ -120,7 +120,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     typed = [*typed, *fp16]
     cfg = with_precision(cfg, machine)
     parts = shapes_of(cfg.model)
-    cfg, padded = settle_packing(cfg, parts)
+    cfg, padded = settle_packing(cfg, parts)  # `padded`: the reason if samples cannot be packed
     if padded is not None:
         log().info("auto: %s", padded)
     if cfg.longest:
@@ -153,10 +153,12 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
 
 
 def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> MadePlan:
-    """Predict memory and time of all ways to train.
+    """Predict memory and time of all ways to train. With `parallel.search` the layout of ranks is searched; without it,
+    `parallel.context=auto` becomes the smallest number with which the training fits.
 
     Args:
         cfg: without `auto` for precision and packing.
+        parts: configurations of the model's parts.
         watch: shows the progress.
     """
     world_size = cfg.gpus * cfg.nodes
@@ -217,7 +219,7 @@ def warn_of_length(cfg: PlanConfig, parts: Parts) -> None:
 
 
 def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLine) -> None:
-    """Print the longest samples for 1, 2, 4, ... GPUs, and write a page with a chart."""
+    """Print the longest samples that can be trained on 1, 2, 4, ... GPUs, and write a page with a chart."""
     points = longest(cfg, machine, parts, line.watch)
     line.close()
     title = (
@@ -233,8 +235,9 @@ def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLi
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16, or auto, by fp16 on a GPU that lacks bf16 (V100, T4), if the user has `typed` no precision. Also
-    return the overrides that the recommended command then needs."""
+    """Replace `auto` and bf16 by fp16 for a GPU that lacks bf16 (V100, T4), and return (configuration, the overrides
+    that the recommended command then needs). If the GPU has bf16, or the user's command-line arguments (`typed`) set a
+    precision, nothing is changed."""
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     from_16_bits = (DType.bf16, DType.auto)
@@ -269,13 +272,15 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
+    # without packing, the planner chooses the size of micro-batches, too
     chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
-    kinds = chosen_kinds(cfg.parallel, parallel)
+    kinds = chosen_kinds(cfg.parallel, parallel)  # overrides of `parallel` that the planner chose
     own = OWN_KEYS | ({"parallel", "parallel.search", *(word.partition("=")[0] for word in kinds)} if kinds else set())
     # what the planner chose, and keys that `train` does not have, are not copied from the user's words
     kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
+    # 1 is the default of a kind of parallelism
     planned = [overrides_of(row), *(word for word in kinds if not word.endswith("=1"))]
     if SHARD_PLANS[row.choice.strategy].mesh is Mesh.HYBRID and cfg.sharding.shard_size is not None:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
@@ -285,6 +290,7 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
         planned.append(f"micro_batch_size={row.micro_batches[0].rows}")
     elif cfg.sampler.name is not SamplerName.llava_v1_5:
         planned.append(f"tokens_per_micro_batch={row.tokens}")
+    # the generated dataset `shapes` is only meant for the model `tiny`; other models need the user's own data
     if cfg.data.source is Source.shapes and cfg.model.name != "tiny":
         planned.append("data=llava_json data.path=FILE.json data.images=DIR")
     return " ".join([launch, *kept, *planned])

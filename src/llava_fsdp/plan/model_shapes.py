@@ -17,7 +17,8 @@ SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
 
 
 def shapes_of(cfg: ModelConfig) -> Parts:
-    """Read the configurations of a model's parts from the folders that `cfg` names, or else from this package.
+    """Read the configurations of a model's parts from the folders that `cfg` names or, if these do not exist, from the
+    copies that this package ships.
 
     Raises:
         ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
@@ -33,11 +34,12 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 
 def folder_of(name: str, key: str) -> Path:
-    """Return the folder `name` or, if it does not exist, the folder of this name that the package ships. `key` is named
-    in the error message.
+    """Return the folder of the model `name`: a folder of this name or, if there is none, the one that this package
+    ships for the model's name. A name that begins with `package:` always stands for a shipped folder. `key` is named in
+    the error message.
 
     Raises:
-        ConfigError: there is neither folder.
+        ConfigError: there is no such folder.
     """
     if name.startswith(PACKAGE) or Path(name).is_dir():
         return resolve(name, key)

@@ -331,6 +331,7 @@ class Planner:
             compiled: whether blocks are compiled; None: as the training does in this mode.
         """
         compiled = self.compiles(mode) if compiled is None else compiled
+        # `self.cut`: how many ranks share rows, layers and experts
         key = self.cut, compiled, mode, micro
         if key not in self.measured:
             one_row = micro.rows == 1
@@ -609,10 +610,18 @@ class Planner:
         group: Group,
     ) -> Ledger:
         """Simulate the device memory of a rank in a step with a pipeline. If a step has many micro-batches, only the
-        consecutive ones with the most tokens are simulated, among which is the peak. The arguments are those of
-        `simulate`."""
+        consecutive ones with the most tokens are simulated, among which is the peak.
+
+        Args:
+            ranks: numbers of the ranks that hold the same part of the model.
+            micros: what the rank runs in the step.
+            between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, that
+                of each of `micros` is measured.
+            rank: index of the rank among `ranks`.
+            group: the part of the model that the rank has.
+        """
         parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
-        # as many micro-batches as fill the pipeline twice
+        # enough micro-batches to fill the pipeline twice; `windows`: all series of so many consecutive ones
         most = parallel.num_micro_batches(2 * parallel.num_stages)
         windows = (micros[begin : begin + most] for begin in range(max(1, len(micros) - most + 1)))
         run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
@@ -685,7 +694,8 @@ class Planner:
             share = 1.0
         chains = sum(number - 1 not in group.blocks for number in group.blocks)  # lists of consecutive blocks
         mixtures = self.mixtures(group)
-        # a training counts the tokens of experts only where each sample is on one rank (`routers_to_watch`)
+        # number of experts whose tokens are counted, in all blocks together; a training counts them only where each
+        # sample is on one rank, without `parallel.context`
         counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
         volume = self.cached(
             (group, "layers", share, counted),
@@ -699,6 +709,7 @@ class Planner:
                 counted=counted,
             ),
         )
+        # gradients are reduced after the last micro-batch alone, or after each one
         is_last = SHARD_PLANS[choice.strategy].gradient_sync is Sync.LAST_MICRO_BATCH
         moved = volume.of(micros, self.cfg.loss.chunk_tokens, 1 if is_last else len(micros))
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
@@ -798,8 +809,14 @@ class Planner:
     def simulate_passes(
         self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatchSizes], passes: Sequence[Pass], rank: int
     ) -> Ledger:
-        """Simulate the device memory of a rank during a step without a pipeline. `passes`: activation memory of the
-        micro-batches, those that `without_repeats` returns. Other arguments are those of `simulate`."""
+        """Simulate the device memory of a rank during a step without a pipeline.
+
+        Args:
+            ranks: numbers of the ranks that hold the same part of the model.
+            micros: what the rank runs in the step.
+            passes: activation memory of the first of `micros`, and of one micro-batch of each size that follows it.
+            rank: index of the rank among `ranks`.
+        """
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         group = self.groups(choice)[0]
@@ -825,12 +842,14 @@ class Planner:
         """
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
-        if offload is OffloadMode.optimizer:
+        if offload is OffloadMode.optimizer:  # during the step, the moments pass through two buffers on the device
             return States(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
+        # `params` and `nvme` offload all weights but frozen ones that FSDP does not shard
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
         """Return the bytes of frozen weights that the sharding strategy leaves whole on every rank."""
+        # `whole`: stays unsharded, if it is frozen, under every strategy
         return sum(
             w.gathered * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -848,9 +867,10 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatchSizes]) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of inputs that are held for the whole step and, for each micro-batch, those held while it
-        runs. Inputs are pixels, and int64 token ids, positions, and places and rows of image tokens. A token that is a
-        weighted sum has the rows and fp32 weights of four features.
+        """Return (the bytes of inputs that are held for the whole step, for each micro-batch the bytes of those that
+        are held while it runs). Inputs are pixels, and int64 numbers: the id and position of each token, the place and
+        row of each image token, the position and id of each label. An image token that is a weighted sum has the rows
+        and fp32 weights of four features.
 
         A GPU holds only the micro-batch that runs, with pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.

@@ -81,9 +81,10 @@ def tiles_and_tokens_of_photo(rule: ImageRule) -> tuple[int, int]:
 
 
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageRule) -> Samples:
-    """Return mean sample sizes from the report of a dataset's index, in which `path` is named as the source. Reports of
-    older versions do not count image tiles and image tokens: their images are assumed to have the size `PHOTO`. If the
-    dataset was prepared for a model with another number of tokens for each image, the lengths are corrected.
+    """Return mean sample sizes from the report of a dataset's index. `path` is the report's file, which the result
+    names as its source. Reports of older versions do not count image tiles and image tokens: their images are assumed
+    to have the size `PHOTO`. If the dataset was prepared for a model with another number of tokens for each image, the
+    lengths are corrected.
 
     Raises:
         KeyError, TypeError, ValueError: the report has another structure.
@@ -102,7 +103,8 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     each = tokens_of_a_tile(tiles, counts[1], rule)
     labels, source = sums["label_tokens"] / kept, f"{kept:,} samples of {path}"
     own_tiles, own_tokens = tiles_and_tokens_of_photo(rule)
-    # a small difference does not count: truncated samples may lack some image tokens
+    # Correct the lengths if each image has the same number of tokens (`needs_size`: it depends on the image's size). A
+    # small difference does not count: truncated samples may lack some image tokens.
     if tiles and not rule.needs_size(1) and not math.isclose(each, own_tokens / own_tiles, rel_tol=0.05):
         mean += (own_tokens / own_tiles - each) * tiles / kept
         source += f", prepared with {each:.3g} tokens an image and corrected"
@@ -122,8 +124,9 @@ def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | Non
 
 
 def samples_in(records: Records, rule: ImageRule | None) -> Samples:
-    """Return the mean sizes of the samples that a training makes from these records. `rule` gives the tokens of an
-    image if the index does not count them."""
+    """Return the mean sizes of the samples that a training makes from these records. If the index does not count image
+    tokens, `rule` gives the tokens of an image; it is None for a model without tiles, in which each image token counts
+    as a tile."""
     count, image_tokens = len(records), records.image_tokens
     tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
     each = tokens_of_a_tile(tiles, None if image_tokens is None else total_of(image_tokens), rule)
@@ -177,6 +180,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     if not cfg.packs:
         for count in range(1, math.ceil(per_rank) + 1):
             rows = math.ceil(per_rank / count)
+            # this sampler needs micro-batches of equal size
             if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != per_rank:
                 continue
             micro = micro_batch(samples, rows, cfg.data.sample_tokens, rows)
@@ -189,6 +193,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
         return list(splits.values())
     most = max(cfg.data.sample_tokens, most_tokens(samples, per_rank))
     for count in range(1, max(1, math.ceil(most / cfg.data.sample_tokens)) + 1):
+        # rows of a multiple of 256 tokens, which have room for the longest sample
         tokens = max(cfg.data.sample_tokens, 256 * math.ceil(most / count / 256))
         micro = packed_row(samples, tokens, context)
         splits.setdefault(micro, [micro] * rounded(count))

@@ -48,7 +48,7 @@ def prepare(cfg: PrepareConfig) -> None:
     Raises:
         DataError: no record of a dataset is left to train on. Other bad records are reported without an error.
     """
-    draw_shapes(cfg.data)
+    draw_shapes(cfg.data)  # generates the dataset of data.source=shapes, if there is none
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
     cfg = with_template(cfg, parts)
@@ -109,6 +109,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource], folder: P
     encoder, which makes token ids of records, and the reader of their images."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
+    # `look_again`: bad images and the files of records may have been fixed since the last time
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     if warning := describe_same_files(records):
         log().warning(warning)

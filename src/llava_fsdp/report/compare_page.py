@@ -71,6 +71,7 @@ def charts(runs: list[RunRecord]) -> Iterator[Chart]:
     """Yield a chart for each metric, with one line for each run. The bands from least to greatest value are left out,
     as they would cover other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
+    # how many points each curve may have, so that the page does not become too large
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
         lines = []
@@ -101,15 +102,17 @@ def differences(runs: list[RunRecord]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Return a row (key, its value in each run) for each key whose value differs between runs.
+    """Return a row (key, its value in each run as text) for each key whose value differs between runs.
 
     Args:
         trees: for each run, its values by key; empty if they are unknown.
-        overrides: for each run, the values that its sweep sets, which are compared if its values are unknown.
+        overrides: for each run, the values that its sweep sets. They are compared if the run's values are unknown.
+        ignored: keys that are not compared.
     """
     overrides = overrides or [{} for _ in trees]
     rows = []
     for key in dict.fromkeys(key for tree in trees for key in tree if key not in ignored):
+        # None: unknown, which is no difference; empty: the run does not have this key
         values = [
             written((tree or few)[key]) if key in (tree or few) else "" if tree else None
             for tree, few in zip(trees, overrides, strict=True)

@@ -54,7 +54,8 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 
 
 def sources(report: dict[str, Any]) -> Iterator[str]:
-    """Yield HTML tables of the data sources in report.json (`report`) and, if one has several files, of all files."""
+    """Yield HTML tables of the data sources in report.json (`report`) and, if a source has several files, of all files,
+    the worst first."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
     rows = ([own["name"], own["file"], *cells_of(own), *(own[name] for name in more)] for own in report["sources"])
     yield table(["source", "file", *COLUMNS, *with_spaces(more[:-1]), "folder of images"], rows)
@@ -62,6 +63,7 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
         return
     files = sorted(report["files"], key=lambda own: badness(own, report["sources"]))
     paths = [own["file"] for own in files]
+    # the beginning that the first and the last path in alphabetical order share, all paths share
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(paths), max(paths), strict=False))
     shared_folder = "".join(character for character, _ in same).rpartition("/")[0]
     bad = sum(bool(own["left_out"] or own["problems"]) for own in files)
@@ -69,6 +71,7 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
     order = "most skipped records first, then most problems, then a share of labels that is far from the source's"
     below = f" All paths begin with {escape(shared_folder)}/." if shared_folder else ""
     yield f"<h3>Files</h3><p class=note>{head} Their order: {order}.{below}</p>\n"
+    # with a single source, the column of sources stays empty, so that `table` leaves it out
     names = ["source" if len(report["sources"]) > 1 else None, "file", *COLUMNS]
     lines = [
         [own["name"] if names[0] else None, own["file"].removeprefix(f"{shared_folder}/"), *cells_of(own)]
@@ -194,6 +197,7 @@ def problems(report: dict[str, Any]) -> Iterator[str]:
     )
     names = ["source", "line", "index", "id", "reason"]
     for kind, row in kinds.items():
+        # FIRST records are shown, and more, up to LISTED, are folded
         first = [[record[name] for name in names] for record in row["first"][:LISTED]]
         yield f"<h3>{escape(kind)}</h3>\n{table(names, first[:FIRST])}"
         if row["records"] > FIRST:

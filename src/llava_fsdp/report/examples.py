@@ -128,6 +128,7 @@ def part_body(part: Text | Images | Gap) -> str:
         case Images():
             tiles = len(part.tiles)
             total = f", {plural(tiles, part.tile)}" if tiles else ""
+            # smaller than its pixels, for screens of high resolution
             size = f"width={part.side * 7 // 10}"
             names = [f"{part.tile} {number} of {tiles}" for number in range(1, tiles + 1)]
             shown = "".join(

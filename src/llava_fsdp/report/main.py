@@ -69,7 +69,8 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[RunRecord]) -> list[RunRecord]:
-    """If two runs have the same name, put the path of each run's folder into its name. Return the changed `runs`."""
+    """If two runs have the same name, add the path of each run's folder to its name; a name that is only the end of
+    this path is replaced by it. Return `runs`, which are changed in place."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

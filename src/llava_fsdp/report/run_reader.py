@@ -96,6 +96,7 @@ class RunRecord:
     def reason(self) -> str:
         """Why the training ended. If a later start failed before its first step, also why that start failed."""
         reason = str(self.end.get("reason") or "")
+        # `refused`: the status of a later start that failed, if the run had already finished
         refused = self.status.get("refused") if self.end is self.status else self.status
         if not isinstance(refused, dict):
             return reason
@@ -129,6 +130,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thin_out(read_validations(run))
     run.status = status_or_why(folder)
+    # a status without an end, and nobody holds the lock
     if not is_own and is_without_end(run.status) and is_known_free(folder):
         run.status = {**run.status, "status": KILLED}
     run.config = read_config(folder / CONFIG_FILE)
@@ -174,8 +176,9 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
-    """Read the training of a job of a sweep from its folder. It has no metrics if it ended before its first step, or if
-    the folder cannot be read. `job`: content of its job.json; `name`: its name on pages."""
+    """Read the training of a job of a sweep from its folder. It has no metrics if the folder cannot be read, or if the
+    job ended before its first step: then the folder may hold an earlier run with other overrides (`has_own_run` is
+    false). `job`: content of its job.json; `name`: its name on pages."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = RunRecord(folder, name, status=status)
     if job.get("has_own_run", True):
@@ -237,6 +240,7 @@ def read_metrics(run: RunRecord) -> None:
     path, first_problem = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
+            # `present_row` gives columns of older versions their present names
             run.history.add(present_row(json.loads(line)))
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             first_problem = first_problem or f"line {number}: {str(error)[:200]}"
@@ -284,8 +288,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_start(row: dict[str, Any]) -> None:
-    """Raise ValueError, naming the field, if a field of the row that a run writes at its start is malformed. Fields
-    other than `step` and `time` may be absent."""
+    """Raise ValueError, naming the field, if a field of the row that a run writes at its start is malformed, and
+    KeyError if `step` or `time` is missing. Other fields may be absent."""
     if type(row["step"]) is not int:
         raise ValueError("step")
     for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):
@@ -330,8 +334,8 @@ def thin_out(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[d
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted key, with secrets hidden; empty if the file does not exist. Raise
-    ConfigError if the file is not YAML."""
+    """Return the values in a config.yaml by dotted key, with secrets hidden; empty if the file does not exist. Keys
+    that had other names in older versions get their present names. Raise ConfigError if the file is not YAML."""
     if not path.is_file():
         return {}
     try:

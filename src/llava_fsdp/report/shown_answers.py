@@ -17,6 +17,7 @@ def choose_answers(answers: Sequence[dict[str, Any]], most: int) -> list[dict[st
     turns: list[tuple[int, int, int]] = []
     """(turn, place of the source, number of the answer) of every answer."""
     for place, numbers in enumerate(by_source.values()):
+        # in this order, every beginning of the list is spread evenly over the source
         even = sorted(range(len(numbers)), key=bits_reversed)
         wrong_first = sorted(even, key=lambda own: answers[numbers[own]].get("score") == 1)
         turns += [(turn, place, numbers[own]) for turn, own in enumerate(wrong_first)]

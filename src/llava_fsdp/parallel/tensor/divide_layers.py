@@ -32,6 +32,7 @@ def divide_layers(model: Architecture, plan: Mapping[str, Cut], parallelism: Par
     names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     cuts = {name: cut for name, cut in plan.items() if name in names}
     first, _ = own_rows(model.language_config.vocab_size, mesh)
+    # the loss needs the maximum and the sum of logits over the vocabulary, of which each rank has a part
     part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
     model.set_label_loss(partial(chunked_loss, chunk_tokens=chunk_tokens, part=part))
     divide_dropout(model, cuts, mesh.size(), mesh.get_local_rank())

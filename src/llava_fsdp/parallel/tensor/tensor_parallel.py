@@ -24,9 +24,9 @@ BY_INPUTS = (Cut.ROWWISE, Cut.ROWWISE_SPLIT)
 def cut_model(
     model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, chains: Sequence[Sequence[nn.Module]]
 ) -> None:
-    """Divide the weights of a meta-device model among the ranks of a one-dimensional mesh, in place. Also register
-    hooks that divide the positions of hidden states between its layers. `requires_grad` must be set. Tied parameters
-    stay tied.
+    """Divide the weights of a meta-device model among the ranks of a one-dimensional mesh, in place, as `plan` says.
+    Also register hooks that divide the positions of hidden states between the layers of blocks. `requires_grad` of the
+    parameters must be set before, because the divided parameters copy it. Tied parameters stay tied.
 
     Args:
         plan: full name of a module or parameter -> how it is divided.
@@ -36,23 +36,23 @@ def cut_model(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for name, cut in plan.items():
-        if cut is Cut.PARAMETER:
+        if cut is Cut.PARAMETER:  # a single parameter, of which each rank has some rows
             parent, _, leaf = name.rpartition(".")
             divide(model.get_submodule(parent), {leaf: Shard(0)}, mesh)
             continue
         module = model.get_submodule(name)
-        if cut in BY_OUTPUTS:
+        if cut in BY_OUTPUTS:  # each rank computes some outputs; COLWISE_GATHERED: they are gathered
             cut_by_outputs(module, mesh, is_gathered=cut is Cut.COLWISE_GATHERED, sums_gradient="lora_" in name)
-        elif cut in BY_INPUTS:
+        elif cut in BY_INPUTS:  # outputs are summed; ROWWISE_SPLIT: every rank has all inputs, and takes some
             cut_by_inputs(module, mesh, takes_whole=cut is Cut.ROWWISE_SPLIT)
-        elif cut is Cut.SUMMED:
+        elif cut is Cut.SUMMED:  # every rank has the whole weights, and computes a part of their gradient
             divide(module, {leaf: Replicate() for leaf, _ in module.named_parameters(recurse=False)}, mesh)
         elif cut is Cut.EMBEDDING:
             cut_embedding(module, mesh)
         else:
             assert cut is Cut.OUTPUT, cut
             cut_output(module, mesh)
-    for first, *others in names.values():
+    for first, *others in names.values():  # tie parameters again that had several names
         for other in others:
             parent, _, leaf = other.rpartition(".")
             model.get_submodule(parent).register_parameter(leaf, model.get_parameter(first))
@@ -60,8 +60,9 @@ def cut_model(
 
 
 def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the linear layers that are divided by outputs, such as queries, keys and values, by their parent. Those of
-    adapters are left out, which sum the gradient of their input by themselves."""
+    """Return {module: those of its linear layers that are divided by outputs}, such as the query, key and value layers
+    of attention. Layers of adapters are left out: each of them sums the gradient of its input over the ranks by
+    itself."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, cut in plan.items():
         if cut in BY_OUTPUTS and "lora_" not in name:
@@ -114,6 +115,7 @@ class Positions:
         and return them twice. The first tensor is for code that every rank runs alike: its gradient is taken as equal
         on all ranks. The second is for layers that are divided by outputs: each rank's gradient is a part, and the
         parts are summed."""
+        # `self.length`: number of positions of all ranks, of the rows that the current block processes
         shape = torch.Size((own.shape[0], self.length, own.shape[2]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
@@ -136,8 +138,9 @@ class Positions:
 def divide_positions(
     positions: Positions, chains: Sequence[Sequence[nn.Module]], parents: Mapping[nn.Module, Sequence[nn.Module]]
 ) -> None:
-    """Register hooks that divide the positions of hidden states among ranks before the first of consecutive blocks,
-    gather them for the modules that need all (attention, MLP), and gather them behind the last block.
+    """Register hooks by which a rank has only its own positions of the hidden states between the layers of a block. The
+    positions are divided before the first of consecutive blocks, gathered for each module that needs all of them
+    (attention, MLP), and gathered behind the last block.
 
     Args:
         chains: the language model's blocks, in lists of consecutive ones.
@@ -153,6 +156,7 @@ def divide_positions(
         parent.register_forward_pre_hook(gathered.before, with_kwargs=True)
         parent.register_forward_hook(gathered.after, always_call=True)
         for layer in layers:
+            # gives the layer the gathered input whose gradient is summed over the ranks
             layer.register_forward_pre_hook(gathered.read, prepend=True)
 
 
@@ -236,8 +240,8 @@ def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_
 
 
 def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
-    """Register a hook that gathers all outputs of a layer whose outputs are divided. A scalar, a loss, is left as it
-    is."""
+    """Register a hook that gathers all outputs of a layer whose outputs are divided. If the layer returns a scalar, as
+    the output layer does when it computes the loss, nothing is gathered."""
     outputs = module.out_features
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
@@ -313,7 +317,8 @@ def cut_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the rows of the output layer among ranks. Logits are gathered on every rank; a loss is left as it is."""
+    """Divide the rows of the output layer among ranks. Logits are gathered on every rank. If the layer computes the
+    loss and returns this scalar, nothing is gathered."""
     assert isinstance(module, nn.Linear) and module.bias is None
     divide(module, {"weight": Shard(0)}, mesh)
     gather_outputs(module, mesh)

@@ -32,12 +32,12 @@ DIVIDED = (Cut.COLWISE, Cut.ROWWISE)
 
 
 def tensor_plan(model: Architecture, size: int) -> dict[str, Cut]:
-    """Return how the weights of a model on the meta device, with its adapters, are divided among `size` ranks, by the
-    full names of modules and single parameters.
+    """Return how the weights of a model are divided among `size` ranks: {full name of a module or of a single
+    parameter: how it is divided}. The model is on the meta device, and has its adapters.
 
     Raises:
-        ConfigError: the language model has no plan, or one with a style that is not supported, or sizes that cannot be
-            divided, or weights that the plan does not mention.
+        ConfigError: transformers has no plan for the language model; the plan has a style that is not supported, or
+            does not mention a weight; or a size cannot be divided by `size`.
     """
     language, prefix = model.language, f"{model.language_name}."
     refuse_dropout(model.language_config, size)
@@ -48,10 +48,11 @@ def tensor_plan(model: Architecture, size: int) -> dict[str, Cut]:
     for name, style in styles_of(model.language_config, modules, parameters, size).items():
         if name in parameters:
             found[prefix + name] = Cut.PARAMETER
-        elif style is not Cut.OWNER:
+        elif style is not Cut.OWNER:  # parameters of an OWNER are divided one by one, under their own names
             check_sizes(name, modules[name], style, size)
             found |= {prefix + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
     refuse_forgotten(language, prefix, found, size)
+    # weights, such as those of norms, that a rank has whole but uses for its own positions alone
     found |= between_layers(language, prefix, found, size, mixtures)
     embedding = language.get_input_embeddings()
     check_vocabulary(model.language_config.vocab_size, size)
@@ -60,10 +61,10 @@ def tensor_plan(model: Architecture, size: int) -> dict[str, Cut]:
 
 
 def mixtures_of(language: nn.Module, size: int) -> list[str]:
-    """Return the names of the modules that each hold the router and the experts of a layer.
+    """Return the names of the modules that each hold the router and the experts of a layer (a mixture of experts).
 
     Raises:
-        ConfigError: a block of the language model is such a module itself: its attention would not be divided.
+        ConfigError: such a module is a whole block of the language model: the block's attention would not be divided.
     """
     found = list(dict.fromkeys(owner(name) for name in find_experts(language)))
     blocks = set(find_blocks(language))
@@ -82,12 +83,13 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
-    """Return how the weights of the module `name`, which holds the router and the experts of a layer, are divided:
-    SUMMED (whole on every rank, which computes a part of the gradient) for all but the experts. These are left out, as
-    they are divided by `parallel.expert` instead.
+    """Return how the weights of the module `name`, which holds the router and the experts of a layer, are divided. All
+    but the experts are SUMMED: whole on every rank, which computes a part of the gradient. The experts are left out,
+    because `parallel.expert` divides them instead.
 
     Raises:
-        ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
+        ConfigError: an adapter in the module has dropout: its masks would be made for other positions than those that
+            the rank has.
     """
     experts = set(find_experts(language).values())
     found = {}
@@ -105,10 +107,11 @@ def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
 def styles_of(
     config: PretrainedConfig, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], size: int
 ) -> dict[str, Cut]:
-    """Return the styles of transformers' plan, by the names of modules and parameters of a language model.
+    """Return how transformers' plan (`base_model_tp_plan`) divides the modules and parameters of a language model, by
+    name. Those that it does not mention are left out.
 
     Raises:
-        ConfigError: there is no plan, a style is unknown, or the heads cannot be divided.
+        ConfigError: there is no plan, it has an unknown style, or the heads of attention cannot be divided.
     """
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
@@ -116,6 +119,7 @@ def styles_of(
             f"parallel.tensor={size}: transformers has no plan (base_model_tp_plan) for dividing a "
             f"{config.model_type}; set parallel.tensor=1"
         )
+    # style in transformers' plan -> how weights are divided; the three others are this package's own
     known = {cut.value: cut for cut in Cut if cut not in (Cut.PARAMETER, Cut.EMBEDDING, Cut.OUTPUT)}
     found: dict[str, Cut] = {}
     for name in (*modules, *parameters):
@@ -128,6 +132,7 @@ def styles_of(
                 f"{style}, which is not supported; set parallel.tensor=1"
             )
         found[name] = known[style]
+    # a layer that computes keys is divided by outputs, which are heads
     if any(cut is Cut.COLWISE and name.endswith(KEYS) for name, cut in found.items()):
         check_heads(config, size)
     return found
@@ -158,7 +163,7 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
 def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
     """Raise ConfigError if a module is not of a kind that its style divides, or if the outputs (COLWISE) or inputs
     (ROWWISE) of a linear layer, which stay divided between layers, cannot be divided evenly."""
-    if style is Cut.SUMMED:
+    if style is Cut.SUMMED:  # whole on every rank
         return
     linear = getattr(module, "base_layer", module)
     if not isinstance(linear, nn.Linear):
@@ -180,9 +185,10 @@ def check_vocabulary(vocabulary: int, size: int) -> None:
 
 
 def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
-    """Return how a module and its LoRA adapter are divided. The adapter's matrix on the divided side of the layer is
-    divided like it. The other is whole on every rank; behind a sum (ROWWISE) it gets the rank's own positions alone, so
-    that its gradient is summed."""
+    """Return how a module and its LoRA adapter are divided, by name. The adapter's matrix on the divided side of the
+    layer (`lora_B` for outputs, `lora_A` for inputs) is divided like the layer. The other one is whole on every rank.
+    If the layer is divided by inputs (ROWWISE), its outputs are summed, and each rank gets those at its own positions:
+    then the gradient of `lora_B` is summed over the ranks (SUMMED)."""
     if not hasattr(module, "base_layer"):
         return {name: style}
     found = {f"{name}.base_layer": style}
@@ -196,16 +202,17 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
 def between_layers(
     language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
 ) -> dict[str, Cut]:
-    """Return the style (SUMMED) of the weights of blocks that are used outside of attention, the MLP and the
-    `mixtures`, such as norms. There a rank computes its own positions alone, so that it has a part of the gradient.
+    """Return the weights of blocks that are used outside of attention, the MLP and the `mixtures`, such as those of
+    norms. All of them are SUMMED: every rank has the whole weight, but processes only its own positions, so that it
+    computes a part of the gradient.
 
     Args:
         prefix: beginning of the names of the language model's weights in `plan`.
-        plan: styles of the layers that are divided, by which attention and the MLP are recognised.
+        plan: how layers are divided, by which attention and the MLP are recognized.
         mixtures: names, within the language model, of the modules with a router and experts.
 
     Raises:
-        ConfigError: a weight there is a matrix: its module may need all positions.
+        ConfigError: one of the weights is a matrix: its module may need all positions.
     """
     parents = {
         owner(name.removesuffix(".base_layer"))
@@ -229,8 +236,10 @@ def between_layers(
 
 
 def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int) -> None:
-    """Raise ConfigError if the plan does not mention a weight of a module some of whose layers it divides: each rank
-    would compute only a part of its gradient. `prefix` is that of the language model's names in the plan."""
+    """Raise ConfigError if the plan divides some layers of a module, but does not mention another weight of it: each
+    rank would compute only a part of that weight's gradient. `prefix` is that of the language model's names in the
+    plan."""
+    # modules with layers of the styles COLWISE and ROWWISE, between which what is computed is divided among the ranks
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }
@@ -249,8 +258,8 @@ def owner(name: str) -> str:
 
 
 def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
-    """Tell the dropout of divided adapters which channels rank `index` has, so that its masks are those of a single
-    rank."""
+    """Set, in the dropout of adapters whose inputs are divided (ROWWISE), which channels rank `index` of `size` has, so
+    that the masks are the same as without a division."""
     for name, cut in plan.items():
         if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
             layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))

@@ -120,13 +120,14 @@ class ActivationMeter:
 
         Args:
             kernel: attention of packed rows; None: rows are padded.
-            part: number of the rank among those that process a row together.
+            part: number of the rank whose memory is measured, among those that process a row together.
             compiled: whether the language model's blocks keep for the backward pass what the compiler keeps.
-            one_row: whether micro-batches have one row.
+            one_row: whether micro-batches have one row; compiled blocks then expect this shape.
             images: makes the inputs of a whole model of transformers; None: the model has tiles.
         """
         # if only some blocks train, they differ in what they keep for the backward pass
         are_unlike = cfg.model.trained.get(Part.language) is not None
+        # number of blocks at the beginning that may be unlike later ones
         unlike = UNLIKE if images is None else UNLIKE_OF_WHOLE
         self.measured, self.period = blocks_to_measure(parts.language, unlike)
         short = parts if are_unlike else with_depth(parts, self.measured)
@@ -138,6 +139,7 @@ class ActivationMeter:
             copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss
         )
         if images is not None:
+            # parameters on which no loss depends do not train
             model.unused = images.model.unused
             model.freeze()
         if cfg.parallel.tensor > 1:
@@ -156,7 +158,7 @@ class ActivationMeter:
         self.packed = kernel is not None
         self.images = images
         self.blends = images is None and ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
-        """Whether image tokens may be weighted sums of features, as `ImageTokens.blends`."""
+        """Whether image tokens are weighted sums of vision features (with anyres_max)."""
         self.vocabulary = math.ceil(short.language.vocab_size / cfg.parallel.tensor)
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers
@@ -168,7 +170,7 @@ class ActivationMeter:
         if self.images is None:
             trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         else:
-            with KnownValues():
+            with KnownValues():  # a whole model needs values of token ids and positions to find shapes
                 trace = run(self.model, self.images.inputs_of(micro, self.packed))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -183,7 +185,7 @@ def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, pa
     size = cfg.parallel.num_context
     plan = plan_context(cfg.parallel.context_how, model.language_config, size, part, cfg.parallel.tensor)
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
-    if model.attends_by_mask:
+    if model.attends_by_mask:  # a whole model of transformers, which gets whole rows on every rank
         return share_whole_rows(model, kernel, plan, torch.clone, name)
     share_attention(model.language, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
@@ -208,6 +210,7 @@ def with_depth(parts: Parts, depth: int) -> Parts:
     language = parts.language
     if language.num_hidden_layers <= depth:
         return parts
+    # a whole model of transformers has one configuration of all parts, which contains that of the language model
     short, whole = copy.deepcopy(language), copy.deepcopy(parts.class_config)
     for text in [short, *([whole.get_text_config()] if whole is not None else [])]:
         text.num_hidden_layers = depth
@@ -234,6 +237,7 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
             segments = torch.zeros_like(ids), begins, lengths  # positions in samples, samples' boundaries, lengths
         images = dict(model.empty_image_inputs(micro.tiles, micro.image_tokens, blends))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
+        # of dropout: one for each token of a packed row, or for each padded row
         seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
         return {
             "input_ids": ids,
@@ -246,9 +250,11 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
 
 
 def run(model: Architecture, inputs: ForwardInputs) -> Trace:
-    """Run one forward and one backward pass, and return the trace of allocated and freed storages."""
+    """Run one forward and one backward pass, and return the trace of allocated and freed storages. Attention and
+    products of experts are counted as the fused kernels of a GPU would allocate them."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    # NothingPacked: transformers' check for packed samples, which needs values, finds none
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FusedKernels(), NothingPacked(), live:
         loss = model(**inputs)
@@ -378,6 +384,7 @@ class TraceReader:
             self.level -= Live(activations=size)
             self.making[number] = size
         if number in self.making:  # the hook of a tied weight's gradient runs twice
+            # an fp32 weight, or one in the dtype of the master weights, has no separate master weight
             is_own_master = weight.dtype in (torch.float32, self.master)
             size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize
             self.update_worst(0 if is_own_master else size)
@@ -439,7 +446,7 @@ def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int,
         one_pass = [s for s in segments if s.backward is backward]
         places = {s.block: number for number, s in enumerate(one_pass)}
         begin, end = first, measured - 1
-        if backward:
+        if backward:  # blocks run in reverse order
             begin, end = end - 1, begin - 1
         begin, end = places[f"{stack}.{begin}"], places[f"{stack}.{end}"]
         growth = one_pass[end].begin - one_pass[begin].begin  # of the bytes; negative in the backward pass

@@ -128,6 +128,7 @@ class BlankImages:
         given = {name: model.cast(value) for name, value in pixels.items() if name in takes}
         weights = [own for own in model.parameters() if own.requires_grad]
         counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+        # weights are on the meta device, and inputs have values on the CPU, from which shapes follow
         with KnownValues(), FusedKernels(), counter:
             made = model.base.get_image_features(**given)
             groups = features_of(made)
@@ -140,7 +141,7 @@ class BlankImages:
         return VisionWork(
             sum(math.prod(tensor.shape[:-1]) for tensor in groups[0]),
             counter.get_total_flops(),
-            forward if Part.vision in model.cfg.trained else 0,
+            forward if Part.vision in model.cfg.trained else 0,  # what activation checkpointing would recompute
             sum(values.nbytes for values in pixels.values()),
         )
 
@@ -151,8 +152,9 @@ class BlankImages:
         return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def images_of(self, tokens: int) -> tuple[int, Size]:
-        """Return (count, size) of images that have about `tokens` tokens together: the count with which their size is
-        nearest to `photo`, and that size."""
+        """Return (count, size) of images that have about `tokens` tokens together. All have one size, in the
+        proportions of `photo`; the count is the one with which the size is nearest to `photo`. A size that is almost
+        that of `photo` is replaced by it, so that it is measured only once."""
         count = round(tokens / self.work().tokens) or int(tokens > 0)
         ratio = math.sqrt(tokens / (count * self.work().tokens)) if count else 1.0
         width, height = self.photo
@@ -160,8 +162,9 @@ class BlankImages:
         return count, self.photo if abs(ratio - 1) < SAME else size
 
     def input_bytes(self, micro: MicroBatchSizes) -> int:
-        """Return the bytes of the inputs of a micro-batch: pixels, and for each token its id, its place in its sample
-        and its number on each of three axes, int64, whether or not the model has these axes."""
+        """Return the bytes of the inputs of a micro-batch: pixels and int64 numbers. Each token has five numbers: its
+        id, its place in its sample and one for each of three axes of positions, whether or not the model has these
+        axes. Each label has two: its position and its token id."""
         row = micro.whole_rows
         count, size = self.images_of(row.image_tokens)
         return count * self.work(size).nbytes + 8 * (5 * row.tokens + 2 * micro.labels)
@@ -183,6 +186,7 @@ class BlankImages:
         images = self.pixels(size, count) if count else {}
         takes = inspect.signature(self.model.base.forward).parameters
         images = {name: value for name, value in images.items() if name in takes}
+        # some models also take the type of each token: 1 for images, 0 for text
         types = {name: (ids == image_id).long() for name in takes if name.endswith(TYPES)}
         images |= types | self.positions(rows, length, list(types))
         segments = None
@@ -193,6 +197,7 @@ class BlankImages:
             segments = torch.cat([torch.arange(own) for own in lengths])[None], begins, lengths
         with META:
             labels = torch.zeros(micro.labels, dtype=torch.int64)
+            # of dropout: one for each token of a packed row, or for each padded row
             seeds = torch.zeros(ids.shape if packed else (rows, 1), dtype=torch.int64)
             return {
                 "input_ids": ids,
@@ -207,6 +212,7 @@ class BlankImages:
         """Return {"position_ids": positions of the tokens, [axes, rows, length], as if all were text}; empty if the
         model itself numbers tokens one after the other. `types`: names of the inputs with the types of tokens."""
         assert self.model.parts.class_config is not None
+        # a function that numbers the tokens of a sample
         number = positions_of(self.model.parts.class_config)
         if number is None:
             return {}
@@ -224,9 +230,9 @@ def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
 
 
 def image_arguments(config: Any) -> Mapping[str, Any]:
-    """Return the arguments with which the processor of a model calls its image processor, whatever the folder says:
-    InternVL's with `crop_to_patches=True`. They are in the processor's class, so that it need not be opened, for which
-    torchvision may be needed; empty if the class cannot be imported without it."""
+    """Return the arguments with which the processor of a model always calls its image processor, such as
+    `crop_to_patches=True` for InternVL. They are read from the processor's class, because opening a processor may need
+    torchvision. Empty if the model has no processor, or its class cannot be imported without torchvision."""
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     try:
         kind: Any = getattr(transformers, name) if name else None

@@ -34,10 +34,11 @@ def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
     if tied:
         model.tie()
     for name, cut in plan.items():
-        if cut is Cut.PARAMETER:
+        if cut is Cut.PARAMETER:  # a single parameter, not a layer: nothing is exchanged for it
             continue
         # what ranks exchange at this layer, as in `tensor_parallel.py`, with memory for the results alone
         module = model.get_submodule(name)
+        # ROWWISE layers have a part of the inputs (ROWWISE_SPLIT ones take it from all), and their outputs are summed
         if cut is Cut.ROWWISE_SPLIT:
             module.register_forward_pre_hook(lambda _, args: (OwnPart.apply(args[0], size), *args[1:]))
         if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):

@@ -52,7 +52,8 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Return the FSDP units that `parallel/fsdp/units.py` makes, by name.
+    """Return the FSDP units of these weights, by name, with the bytes that each needs. Frozen weights are in a unit
+    only if the sharding strategy shards them.
 
     Args:
         shards: number of ranks that the weights are sharded over.
@@ -69,8 +70,13 @@ def units_of(
 def unit_of(
     name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
 ) -> Unit:
-    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding. `is_away`: gradients of
-    shards are offloaded. `passes_through`: offloaded shards are copied to the device before an all-gather."""
+    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding.
+
+    Args:
+        shards: number of ranks that the weights are sharded over.
+        is_away: whether the gradients of this rank's shards are offloaded.
+        passes_through: whether offloaded shards are copied to the device before an all-gather.
+    """
     trainable = [w for w in weights if w.trainable]
     # bytes of this rank's shards: of weights in the dtype of the all-gather, and of gradients in the dtypes of the
     # reduction and of the master weights
@@ -81,15 +87,18 @@ def unit_of(
     return Unit(
         name,
         gathered=part * own,
+        # the flat output of the all-gather, until it is copied into the weights
         buffer=0 if own == 1 else part * own,
         cast=cast_bytes(weights, precision, shards, passes_through),
         reduce_input=reduced * own,
-        # with a copy in the dtype of the master weights, if that is another one
+        # with the copy that FSDP2 makes of it if weights are not sharded, and with a copy in the dtype of the master
+        # weights, if that is another one
         reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
         waiting_output=reduced,
         shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
+        # FSDP makes one more copy of a weight that is sharded by columns (dimension 1), and of its gradient
         second_copy=sum(w.gathered * w.gathered_size(precision) for w in weights if w.dimension(shards) == 1),
         is_copied=tuple(w.dimension(shards) == 1 for w in trainable),
     )

@@ -144,7 +144,8 @@ def split_like_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor])
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    # function modes do not reach the parts of a graph that torch's checkpoint runs again
+    # Replace attention and products of experts by functions that allocate what fused kernels do. The function mode that
+    # does this elsewhere does not reach the parts of a graph that torch's checkpoint runs again.
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in part.graph.nodes:

@@ -22,7 +22,8 @@ LARGE = (1400, 900)
 
 def freeze_unreached(images: BlankImages, precision: PrecisionConfig) -> None:
     """Freeze the parameters of the model of `images`, on the meta device, on which the loss of a large image does not
-    depend. A training also tries a small one."""
+    depend. A training also freezes such parameters, but it tries a small image and, for datasets with videos, a video
+    as well."""
     model, large = images.model, replace(images, photo=LARGE)
     each = large.work().tokens
     sizes = MicroBatchSizes(1, each + 2, samples=1, tiles=each, labels=1, image_tokens=each)
@@ -36,9 +37,14 @@ def reached(
     model: Architecture, ids: torch.Tensor, images: dict[str, torch.Tensor], precision: PrecisionConfig
 ) -> set[str]:
     """Return the names of the trained parameters on which the logits of a sample depend. They are found in the autograd
-    graph of a forward pass on the meta device, so that no gradient is computed. The model runs in bf16, as some kernels
-    of mixtures of experts require, with norms in fp32 if the training has another dtype for norms. `ids`: int64 [1,
-    length]; `images`: the other inputs."""
+    graph of a forward pass on the meta device, so that no gradient is computed. The model runs in bf16, because some
+    kernels of mixtures of experts require it. Its norms run in fp32 if the training has another dtype for norms than
+    for weights.
+
+    Args:
+        ids: token ids, int64 [1, length].
+        images: the model's other inputs.
+    """
     kernel, attention, dtype = model.kernel, model.attention, model.compute_dtype
     was_training = model.training
     model.eval()

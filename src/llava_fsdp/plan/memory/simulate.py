@@ -97,11 +97,12 @@ def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
         for segment in segments:
+            # later micro-batches add their gradients to those that exist
             worst = segment.worst_later if number else segment.worst_first
             ledger.set_live(worst)
             ledger.note_peak(describe(segment), gradients=worst.gradients)
             ledger.set_live(segment.end)
-            if number == 0:  # later micro-batches add to these gradients
+            if number == 0:
                 ledger.held["gradients"] += segment.made_masters
     ledger.finish(states)
     return ledger
@@ -119,6 +120,9 @@ def simulate_step(
 
     Args:
         passes: for each micro-batch the segments of its forward and backward pass.
+        units: the FSDP units by name.
+        plan: the FSDP2 settings of the sharding strategy.
+        states: what the rank holds throughout the step.
         unit_names: block name -> name of its FSDP unit.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
     """
@@ -179,6 +183,7 @@ class FsdpRank:
         """Simulate the forward pass of a micro-batch. The weights of an FSDP unit are gathered before its first block
         runs, and freed after its last block if the sharding strategy says so. A unit has one or more blocks of the
         model, and `segment.block` is the name of a block; experts of a block have a unit of their own."""
+        # weights outside of blocks, and all norms that compute in fp32, have a unit each
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)  # names of the blocks of each unit; names of the units
@@ -273,6 +278,7 @@ class FsdpRank:
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.block, "")
+            # the root unit has the empty name, and is no unit of blocks
             if unit in self.units and unit and segment.block not in blocks.setdefault(unit, []):
                 blocks[unit].append(segment.block)
         return blocks, list(blocks)
@@ -281,6 +287,7 @@ class FsdpRank:
         """Run one segment: note its peak together with the bytes that FSDP holds, then hold what the segment leaves,
         except its gradients: the caller adds them to the ledger."""
         unit = OUTPUT if segment.block == OUTPUT else self.unit_names.get(segment.block, ROOT)
+        # autograd adds gradients in place if earlier ones wait in the same dtype: then no new ones are held
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
         self.ledger.set_live(worst + self.under_way)
         self.ledger.note_peak(describe(segment), reducing=worst.gradients)
@@ -312,8 +319,9 @@ class FsdpRank:
         self.ledger.note_peak(f"all-gather of {name or 'the root unit'}", gathered=unit.cast)
 
     def copy_out(self, name: str, moment: str, keep: bool = False) -> None:
-        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights; while it is copied, buffer and
-        weights both exist. Then free the buffer, unless `keep` is set."""
+        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights. While it is copied, the buffer
+        and the weights exist, and another copy of the weights that are sharded by columns. Then free the buffer, unless
+        `keep` is set. Does nothing if the unit is gathered already, or no unit has this name."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered:
             return
@@ -324,7 +332,7 @@ class FsdpRank:
             self.ledger.drop(gathered=self.buffers.pop(name))
 
     def drop_buffers(self) -> None:
-        """Free the all-gather buffers of all units."""
+        """Free the all-gather buffers of all units, and forget which unit's buffer was copied last."""
         self.ledger.drop(gathered=sum(self.buffers.values()))
         self.buffers.clear()
         self.copied = None
@@ -412,6 +420,7 @@ def interpolate(first: PassSegment, second: PassSegment, share: float) -> PassSe
     def between(a: Live, b: Live) -> Live:
         return Live(mix(a.activations, b.activations), mix(a.logits, b.logits), mix(a.gradients, b.gradients))
 
+    # LEVELS: the fields of a segment that count bytes
     return replace(first, **{name: between(getattr(first, name), getattr(second, name)) for name in LEVELS})
 
 

@@ -54,6 +54,7 @@ def weights_of_groups(
     names = names_of_stages(model, plan)
     found = []
     for group in range(parallel.pipeline):
+        # `own`: numbers of the group's stages
         names_of_group = set[str]().union(*(names[stage] for stage in place_of_group(parallel, group).own))
         found.append([weight for name, weight in weights.items() if name in names_of_group])
     return found
@@ -63,22 +64,25 @@ def segments_of_stage(
     segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int,
     takes_own: bool,
 ) -> StageSegments:  # fmt: skip
-    """Return the segments that a stage runs of a micro-batch's passes. Their bytes are those that the stage's own rank
-    holds: its tensors, and the hidden states that it has received from the stage before.
+    """Return the segments that a stage of a pipeline runs of a micro-batch's passes. Their bytes are those of the rank
+    that has the stage: its tensors, and the hidden states that it has received from the stage before.
 
     Args:
         segments: the forward and backward pass of the whole model.
         stack: name of the list of the language model's blocks.
         blocks: numbers of the stage's blocks.
+        is_first: whether it is the first stage.
+        is_last: whether it is the last stage.
         hidden: bytes of the hidden states that stages send to each other.
-        own: bytes of the hidden states that this rank has between two blocks: with `parallel.tensor` only a part of
-            the positions, else as many as `hidden`.
+        own: bytes of the hidden states that this rank has between two blocks: with `parallel.tensor` only a part of the
+            positions, else as many as `hidden`.
         takes_own: whether the stage's first block keeps for the backward pass, beside what the stage received, also
             this rank's positions of it.
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
     def cut(backward: bool, begin: str, end: str) -> list[PassSegment]:
+        """Return the segments of one pass from the block `begin` to `end`; empty: from the first, to the last one."""
         one_pass = [s for s in segments if s.backward is backward]
         places = {s.block: number for number, s in enumerate(one_pass)}
         return one_pass[places[begin] if begin else 0 : places[end] + 1 if end else len(one_pass)]
@@ -95,6 +99,7 @@ def segments_of_stage(
         tuple(s.shifted(shift, s.block) for s in forward),
         tuple(s.shifted(shift + kept + (more if s.block == last else Live()), s.block) for s in backward),
         more,
+        # what the stage sends to others: its output, and the gradient of its input
         (kept, Live() if is_first else Live(activations=hidden)),
     )
 
@@ -132,15 +137,18 @@ def simulate_pipeline(
 
 
 def kept_messages(order: Sequence[tuple[StagePass, StageSegments]]) -> list[Live]:
-    """Return, for each pass of a rank in `order`, the bytes of the outputs and gradients that torch's schedule holds
-    after it although they were sent to other stages.
+    """Return, for each pass of a rank in `order`, the bytes of outputs and gradients that torch's schedule still holds
+    after the pass although they were sent to other stages.
 
-    With 1F1B (`Schedule1F1B._step_microbatches` in torch/distributed/pipelining/schedules.py) variables hold the last
-    gradient, and, until the last forward pass, the second-last output before the first backward pass. What gloo keeps
-    with the interleaved schedule, which waits for its sends when the step ends, is not counted.
+    With the schedule 1F1B, local variables of `Schedule1F1B._step_microbatches`
+    (torch/distributed/pipelining/schedules.py) hold the gradient that was sent last. Until the last forward pass they
+    also hold one output: that of the second-last forward pass before the first backward pass. With the interleaved
+    schedule (several stages on a rank) nothing is counted: it waits for its sends when the step ends, and what gloo
+    keeps until then is left out.
     """
-    if len({one.stage for one, _ in order}) > 1:
+    if len({one.stage for one, _ in order}) > 1:  # the interleaved schedule
         return [Live()] * len(order)
+    # number of forward passes before the first backward pass; place of the last forward pass
     ahead = next(number for number, (one, _) in enumerate(order) if not one.is_forward)
     last = max(number for number, (one, _) in enumerate(order) if one.is_forward)
     found, output, gradient = [], Live(), Live()

@@ -46,9 +46,10 @@ GB = 1e9
 
 
 def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
-    """Replace `pack=auto` by true, or by false if this model cannot keep the samples apart that are packed into one
-    row. For whole models of transformers, `compile=auto` becomes false, and `parallel.context_how=auto` becomes
-    `ulysses` where ranks share rows.
+    """Replace `pack=auto` by true, or by false if this model cannot keep apart the samples that are packed into one
+    row. For a model that is trained as its class in transformers (`parts.class_config`), two other defaults are
+    settled, too: `compile=auto` becomes false, and `parallel.context_how=auto` becomes `ulysses` if several ranks may
+    process a row together.
 
     Returns:
         The configuration, and the reason in one line if `pack=auto` became false; else None.
@@ -65,7 +66,7 @@ def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
     refused = why_not_packed(parts)
     if refused is None:
         return replace(cfg, pack=True), None
-    # `auto` may be 1, and padded rows cannot be shared
+    # ranks cannot share padded rows, so parallel.context=auto becomes 1
     alone = replace(cfg.parallel, context=1) if cfg.parallel.context == AUTO else cfg.parallel
     try:
         return replace(cfg, pack=False, parallel=alone), f"pack=false, rows are padded: {refused}"
@@ -175,6 +176,7 @@ def keeps_recorded(
         raise
     except Exception:  # the planner cannot compute this model, so the values were chosen without it
         return True
+    # no recorded number of tokens: the values were chosen without a planner
     return rows[0].fits and (before.tokens is not None or not cfg.plans_tokens)
 
 
@@ -203,8 +205,9 @@ def best_layout(
 def smallest_context(
     cfg: C, world_size: int, language: PretrainedConfig, plan: Callable[[C], tuple[Planner, list[PlanRow]]]
 ) -> tuple[Planner, list[PlanRow]]:
-    """Plan with the smallest `parallel.context` with which the training fits. If it fits with none, with the one that
-    needs the fewest bytes. Without `auto` there is one value. `plan` returns a planner and its rows, the best first.
+    """Plan with the smallest `parallel.context` with which the training fits into memory, or, if it fits with none,
+    with the one that needs the fewest bytes. If `parallel.context` is not `auto`, its value is the only one. `plan`
+    returns the planner of a configuration and its rows, the best first.
 
     Raises:
         ConfigError: no value is possible.
@@ -240,6 +243,7 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
             if size > 1:
                 check_torch()
             plan_context(cfg.parallel.context_how, language, size, 0, tensor)
+            # `replace` checks the keys again, such as whether a row has room for a sample
             possible.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
         except ConfigError as refused:
             error = refused
@@ -291,7 +295,9 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
             modes = [one for one in modes if not splits_blocks(one.mode, planner.kernel and planner.kernel.attention)]
     choices = [Choice(strategy, mode, cfg.offload.mode) for strategy in strategies for mode in modes]
     splits = splits_to_try(planner, cfg, world.size, is_free=cfg.plans_tokens)
-    if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null
+    # micro_batch_size samples of the longest length are the upper limit, as with tokens_per_micro_batch=null; if no
+    # split is that small, the one with the smallest micro-batches stays
+    if cfg.plans_tokens:
         most = cfg.micro_batch_size * cfg.data.sample_tokens
         splits = [split for split in splits if split[0].tokens * split[0].context <= most] or splits[-1:]
     return Ways(planner, choices, ranks, splits)
@@ -347,7 +353,7 @@ def has_auto_checkpointing(cfg: Config) -> bool:
 
 
 def cost_as_text(row: PlanRow, machine: Machine) -> str:
-    """Return the predicted memory and, on a GPU, the seconds of a step, as text. The speed of CPU cores is not known
-    here (`CORE_FLOPS`)."""
+    """Return the predicted memory and, on a GPU, the seconds of a step, as text. On a CPU machine the seconds are left
+    out: the speed that is assumed for its cores is only good enough to compare ways to train."""
     seconds = f", {row.step.seconds:.2g} s a step" if machine.gpu is not None else ""
     return f"{row.bytes['total'] / GB:.3g} of {row.usable / GB:.3g} GB{seconds}"

@@ -125,8 +125,8 @@ class Searcher(Generic[C]):
 
 
 def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
-    """Return a configuration for each layout of ranks that the configuration's checks accept: products of the kinds of
-    parallelism, each of which has a number that divides the ranks."""
+    """Return a configuration for each layout of ranks that the configuration's checks accept. A layout gives each kind
+    of parallelism (pipeline, tensor, expert, context) a number of ranks. A number above 1 in `cfg` is kept."""
     own = cfg.parallel
 
     # numbers of ranks to try for a kind of parallelism: the configured one, or all that divide `most`

@@ -47,13 +47,16 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch
 def points_of(
     cfg: PlanConfig, machine: Machine, parts: Parts, contexts: Sequence[int], advance: Advance
 ) -> list[dict[str, Any]]:
-    """Return the objects that `longest` returns, for these numbers of ranks per row (`contexts`). `advance` is called
-    with 1 after each."""
+    """Return the longest sample that fits into memory for each number of ranks per row in `contexts` and each number of
+    GPUs that is a multiple of it. An object has the entries `gpus`, `context` (ranks per row), `tokens` (of the sample;
+    0 if none fits), `activation_checkpointing` and `bytes` (predicted for a rank). `advance` is called with 1 after
+    each."""
     points = []
     for context in contexts:
         parallel = replace(cfg.parallel, context=context)
         # without the configured limit of a row, which holds one sample of any length
         planner = Planner(replace(cfg, parallel=parallel, tokens_per_micro_batch=None), machine, parts=parts)
+        # `full`; on a GPU also `offload`, which moves the inputs of blocks to host memory
         modes = MODES if machine.device == "cuda" else MODES[:1]
         checkpointing = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
         for gpus in gpu_counts(cfg):
@@ -110,6 +113,7 @@ def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow 
     def predicted(pieces: int) -> PlanRow:
         return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], sizes)
 
+    # lengths are multiples of PIECE tokens for each rank of a row, and at most MOST_TOKENS
     first, last = 0, MOST_TOKENS // (PIECE * context)
     while first < last:
         middle = (first + last + 1) // 2

@@ -70,6 +70,7 @@ def checkpointing_modes(
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     configured = configured or cfg.activation_checkpointing
     may_compile = cfg.compile is not False or configured.mode is ActivationCheckpointing.budget
+    # the mode `budget` cannot be combined with these kinds of parallelism, nor `offload` with a pipeline
     divides = max(cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.pipeline) > 1
     # on a CPU machine host memory is the device's, and compiling takes longer than it saves
     if machine.device != "cpu":
@@ -153,7 +154,7 @@ def plan_rows(
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
     """Return the ways to split a step into micro-batches, those with the largest micro-batches first; unless `is_free`,
     only the one that the configuration sets."""
-    # each packed row of this sampler has micro_batch_size samples
+    # this sampler packs micro_batch_size samples into each row: another size would change the training
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
     if is_free and not is_fixed:
         splits = possible_splits(cfg, planner.samples, world_size)

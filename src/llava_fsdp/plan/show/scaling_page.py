@@ -110,6 +110,7 @@ def point(nodes: int, name: str, row: PlanRow, layout: str = "") -> dict[str, An
 
 
 def node_counts(nodes: int) -> list[int]:
+    """Return the powers of two below `nodes`, and `nodes` itself."""
     counts = [1]
     while counts[-1] * 2 < nodes:
         counts.append(counts[-1] * 2)
@@ -135,6 +136,7 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
         values = [Point.exact(p["nodes"], p["tokens_per_second"]) for p in fitting]
         lines.append(Line(name, values, colour, dots=True))
     if points[0]["fits"]:
+        # a dashed line (color numbers from COLOURS on are dashed): the speed of one node, times the number of nodes
         one, counts = points[0]["tokens_per_second"] / points[0]["nodes"], sorted({p["nodes"] for p in points})
         lines.append(Line("in proportion to the nodes", [Point.exact(n, one * n) for n in counts], 7 + COLOURS))
     title = f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step"

@@ -168,8 +168,10 @@ def search_table(found: Sequence[Planned]) -> Table:
 
 
 def search_object(search: Search) -> dict[str, Any]:
-    """Return a JSON object with the sizes of a search, as `Search` defines them, and a row for each entry of
-    `Search.rows`: how its ranks are divided (keys of `parallel`), and why it is not the chosen one, the first."""
+    """Return a JSON object about a search: the numbers of `layouts` of ranks, of `ways` to train that were compared,
+    and of combinations whose memory was predicted (`measured`). Its `rows` have an object for each entry of
+    `Search.rows`: how its ranks are divided (keys of `parallel`), and why it is not the chosen one, which is the
+    first."""
     keys = "context", "tensor", "expert", "pipeline"
     rows = [
         {

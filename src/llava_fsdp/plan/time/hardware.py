@@ -226,6 +226,7 @@ def with_measured_speed(machine: Machine) -> Machine:
             seconds = min(seconds, time.perf_counter() - began)
     finally:
         torch.set_num_threads(threads)
+    # `machine.flops` assumes CORE_FLOPS for each core; a product of two matrices of n x n takes 2 n^3 FLOPs
     return replace(machine, flops=machine.flops / CORE_FLOPS * 2 * size**3 / seconds, core_efficiency=STEP_SHARE)
 
 
@@ -244,6 +245,7 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
         return Machine(None, name, host.usable_memory // ranks, flops, cores_have_bf16=cpu_has_bf16())
     gpu_here = torch.cuda.get_device_properties(0)
     plain_name = gpu_here.name.lower().replace(" ", "")
+    # name in the table -> how CUDA's names of this GPU contain it, if that is not the same
     names = {"a100-40gb": "a100", "a100-80gb": "a100", "4090": "rtx4090", "v100": "v100", "t4": "teslat4"}
     fitting = [gpu for gpu in GPUS.values() if names.get(gpu.name, gpu.name) in plain_name]
     relation = "as" if fitting else "which the table of GPUs lacks, timed as"

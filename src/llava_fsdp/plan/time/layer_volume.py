@@ -53,6 +53,7 @@ class LayerVolume:
         chunks = sum(math.ceil(count / chunk_tokens) * times for count, times in micros.labels.items())
         # the loss of each chunk has two all-reduces over the vocabulary: of the maximum, and of the sums
         sized = Moved(micros.tokens * self.of_token + labels * self.of_label, 2 * chunks * (self.of_label > 0))
+        # tokens of experts are counted for each sample, and for the padding of each micro-batch
         sized += Moved((micros.samples + len(micros)) * self.of_sample)
         return sized + self.of_pass * len(micros) + self.of_reduction * reductions
 

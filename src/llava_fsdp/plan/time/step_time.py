@@ -163,6 +163,8 @@ class Volume:
     ) -> float:
         """Return the seconds of `calls` collectives, for each of which a rank waits, and in which it receives
         `received` bytes in all. They run between `size` ranks, all of them among `span` consecutive ones."""
+        # in `node_size`, ranks that compute layers together count as one; if `span` divides a node's ranks, no group
+        # of ranks reaches into another node
         bandwidth = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
         return calls * (LATENCY + HOP * (size - 1)) + received / bandwidth / LINK_EFFICIENCY
 
@@ -181,12 +183,19 @@ def volume(
 ) -> Volume:
     """Count the bytes that a rank receives in FSDP's collectives of a step: all-gathers of weights, and reductions of
     gradients. With n ranks, a rank receives (n - 1) / n of the bytes of a tensor that is all-gathered or
-    reduce-scattered, and twice as many if it is all-reduced. `ranks`: numbers of ranks that hold the same part of the
-    model, `weights`."""
+    reduce-scattered, and twice as many if it is all-reduced.
+
+    Args:
+        weights: the part of the model that the rank has.
+        ranks: numbers of the ranks that hold the same part of the model.
+        micro_batches: number of micro-batches of the step.
+    """
+    # `tensor` is above 1 for experts whose shards are also divided among ranks that compute layers together
     if ranks.world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
     plan = SHARD_PLANS[strategy]
     replicas, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
+    # weights that FSDP handles; `whole` ones stay unsharded if they are frozen
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
 
@@ -197,7 +206,7 @@ def volume(
     def gathered(weights: Sequence[Weight]) -> int:
         return sum(others(w) * w.gathered_size(precision) for w in weights)
 
-    # number of ranks that hold the same shard of a weight
+    # number of ranks that hold the same shard of a weight; `sharers`: number of ranks that share experts
     def copies_of(weight: Weight) -> float:
         return ranks.world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
 
@@ -366,7 +375,7 @@ def step_time(
         # each micro-batch copies fp32 weights to the device for two gathers, and gradients back; the CPU updates
         exposed += work.micro_batches * 12 * work.local / pcie
         update = UPDATED_BYTES * work.local / HOST_UPDATE_BANDWIDTH
-        if offload is OffloadMode.nvme:
+        if offload is OffloadMode.nvme:  # bytes for each weight that are read from files and written to them
             update += 40 * work.local / DISK_BANDWIDTH
     return StepTime(compute, copies, communication=seconds + waiting, exposed=exposed, update=update)
 

@@ -125,7 +125,9 @@ class RunHistory:
     """For each step in `recent`: data source -> (loss, label tokens)."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a parsed row of metrics.jsonl. Raise ValueError if the row is not valid; then nothing is added."""
+        """Add a parsed row of metrics.jsonl: its values to the curves, its counts (`SUMS`) to the sums of the run, and
+        its loss to the mean of the last `window` steps. Of new data sources beyond MOST_SOURCES, no curves are kept.
+        Raise ValueError if the row is not valid; then nothing is added."""
         step, values = parse_row(row)
         sources = sources_of(row)
         numbers = {name: number_of(row, name) or 0 for name in SUMS}
@@ -143,6 +145,7 @@ class RunHistory:
             self.skipped_steps += 1
             self.skipped += [step] if len(self.skipped) < MOST_SKIPS else []
         if (loss := values["loss"]) is not None:
+            # (loss, label tokens) of the last `window` steps; their mean is the loss that pages show
             self.recent.append((loss, numbers["label_tokens"]))
             self.recent_sources.append(sources)
             if len(self.recent) > self.window:

@@ -20,7 +20,8 @@ NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d
 
 
 def whole_page(title: str, body: str) -> str:
-    """Return a complete HTML page, which loads no other file. `body`: HTML of its content."""
+    """Return a complete HTML page, which loads no other file. `body`: HTML of its content. If it contains charts with
+    their values (elements that begin with the tag DATA), the script that redraws them is added."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -56,6 +57,7 @@ def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | No
     columns = [column for column in zip(names, *texts, strict=True) if any(column[1:]) or not texts]
     if not columns:
         return ""
+    # CSS classes of columns: "n" for numbers, "r" for others
     kinds = ["n" if all(NUMBER.fullmatch(text) for text in column[1:] if text) else "r" for column in columns]
     head, *rest = zip(*columns, strict=True)
     top = (f"<th class='{kind}'>{escape(shorten_middle(name))}</th>" for kind, name in zip(kinds, head, strict=True))

@@ -89,6 +89,7 @@ def times_of(path: Path) -> Times:
     spans = {"data": difference(parts["data"], accounted), **busy, "communication": collectives}
     rows = []
     for begin, end in sorted(spans_of(of_steps)):
+        # the last category, "host gaps", is the rest of the step
         row = {name: length(intersection(spans[name], [(begin, end)])) for name in CATEGORIES[:-1]}
         rows.append(row | {"host gaps": (end - begin) / 1e6 - sum(row.values())})
     return Times(bool(kernels), rows, [(name, time / 1e6) for name, time in total.most_common(MOST_LONGEST)])
@@ -125,8 +126,9 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
 def host_spans(
     operations: list[Any], annotations: list[Any], main: Any, parts: dict[str, Spans]
 ) -> tuple[dict[str, Spans], Spans]:
-    """Return the time spans in which the main thread ran operations, by part of the step, and those in which it only
-    waited for collectives. Collectives run in other threads; an operation that waits for one does not compute.
+    """Return the time spans in which the main thread ran operations, by part of the step, and those of collectives
+    during which it ran no operation of torch (`aten::`). Collectives run in other threads; an operation that waits for
+    one does not compute.
 
     Args:
         operations: events of operations, of all threads.
@@ -134,6 +136,7 @@ def host_spans(
         main: id of the main thread.
         parts: time spans of each part of a step.
     """
+    # operations of the main thread, without those that start collectives
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
     kernels = merge_spans(spans_of(e for e in here if e["name"].startswith("aten::")))
     collectives = merge_spans(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))

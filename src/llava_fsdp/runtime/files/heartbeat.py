@@ -104,13 +104,14 @@ class Watcher:
         self.counts: dict[int, tuple[int, float]] = {}
         """{rank: (number of its heartbeats, time since which it has this number)}, by the monotonic clock."""
         self.places: dict[int, tuple[tuple[int, int, int], float]] = {}
-        """{rank: (its progress, time since which it has made none)}."""
+        """{rank: (its progress as in `Beat.place`, time since which it has made none)}."""
         self.last: dict[int, Beat] = {}
         """{rank: its last heartbeat}."""
 
     def late_ranks(self, own: Beat, ranks: list[int]) -> list[Late]:
         """Return those of `ranks` that this rank, whose heartbeat is `own`, is waiting for: frozen ranks, and the
-        slowest ranks if they have made less progress than this one."""
+        slowest ranks if they have made less progress than this one. The progress of a rank is the `place` in its
+        heartbeat: (finished steps, number of the phase, started collectives)."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)

@@ -69,9 +69,11 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
     Raises:
         DamagedModel: the content does not match the digest, or is not a JSON object with the expected types.
     """
+    # the other advice is to accept the change, which the user has already done
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with library_errors(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
         notes = parse_object(content, KINDS)
+        # notes of earlier versions of this package have no digest of themselves
         if not is_older(notes) and not is_accepted and without_digest(content) is None:
             raise DamagedModel(
                 f"{folder / NOTES} is not what was written: its digest of itself differs; {cure(folder, NOTES)}"
@@ -144,7 +146,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
     notes = read_notes(folder)
     files = files_of(notes, folder)
     check_sizes(folder, files)
-    if notes and not is_older(notes):
+    if notes and not is_older(notes):  # notes of earlier versions of this package do not list all files
         refuse_added_files(folder, files)
     check_digests({folder / n: d for n, d in files.items() if largest is None or d.bytes <= largest}, folder)
 
@@ -196,7 +198,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 def cure(folder: Path, name: str) -> str:
     """Return the end of an error message: what to do about a changed, missing or added file `name` of a folder."""
     again = "copy the whole folder again"
-    if (folder.parent / "config.yaml").is_file():
+    if (folder.parent / "config.yaml").is_file():  # the folder is the export in a training's output folder
         again = "start its run again, which writes it anew from its checkpoint"
     command = f"llava-fsdp export source={shlex.quote(str(folder))} 'accept=[{name}]'"
     return f"{again}, or, if you changed it on purpose, accept it: {command}"

@@ -107,6 +107,7 @@ def claiming_folder(folder: Path, rank: int, private: bool = True) -> Iterator[i
             drop_stale_failure(folder)
             before = previous_status(folder, is_claiming=True)
             put_status(folder, "running", mode=0o600 if private else 0o666, before=before)
+            # the file says that the latest start has finished a step, which this one has not
             (folder / STEPPED_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(

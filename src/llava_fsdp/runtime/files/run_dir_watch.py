@@ -59,6 +59,7 @@ class RunDirLock:
                         return None
                 return self.check_content(folder_now)
             except (FileNotFoundError, NotADirectoryError):
+                # on another device than before, the folder's file system is no longer mounted
                 with contextlib.suppress(OSError):
                     is_same = os.stat(self.folder.absolute().parent).st_dev == self.folder_identity[0]
                     return FolderChange("was deleted or moved away", can_be_remade=is_same)

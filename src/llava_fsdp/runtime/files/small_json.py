@@ -73,7 +73,9 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(parsed: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """Check a parsed JSON value as `parse_object` does, and return it. Raises BadJson, which names the wrong key."""
+    """Check that a parsed JSON value is an object whose values have the types in `kinds` (key -> allowed types), and
+    return it. If `type(None)` is among the types, the key may be missing. An integer is also allowed where a float is,
+    and has at most 63 bits; True and False are no numbers. Raises BadJson, which names the wrong key."""
     if not isinstance(parsed, dict):
         raise BadJson(f"it holds a {type(parsed).__name__}, not an object")
     for key, allowed in kinds.items():
@@ -140,8 +142,8 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Read a JSON object as `read_object` does, with the same checks, but return None if the file is missing, cannot be
-    read or is not as expected."""
+    """Read a JSON object of at most `largest` bytes from a file, and check its values: `kinds` has the allowed types by
+    key (see `parse_object`). Return None if the file is missing, cannot be read or is not as expected."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

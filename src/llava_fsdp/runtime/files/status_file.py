@@ -67,9 +67,13 @@ def is_without_end(status: dict[str, Any]) -> bool:
 
 def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
     """Return how the previous start of the run in this folder ended, as in `run_status.json`. Starts that finished
-    neither a step nor the run are passed over. None if there is no such start, or if the current start has finished a
-    step. `is_claiming`: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
-    start."""
+    neither a step nor the run are passed over: the status of such a start has the one before it in its entry `before`.
+    The result is None if there is no previous start, or if the current start has finished a step.
+
+    Args:
+        is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
+            start.
+    """
     last_status = read_status(folder)
     if last_status is None:
         return None
@@ -80,7 +84,7 @@ def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] |
         is_current = (
             last_status.get("pid") == os.getpid() if launch_id() is None else last_status.get("launch") == launch_id()
         )
-        if is_current and not is_claiming:
+        if is_current and not is_claiming:  # the status is that of the current start itself
             return None
         status = KILLED
     entries = {name: value for name, value in last_status.items() if name not in ("before", "refused")}
@@ -192,7 +196,8 @@ def check_status(status: Any, path: Path) -> None:
 
 def start_of(folder: Path) -> str:
     """Return a text that identifies the current start of the ranks: the same on all ranks, different after each
-    restart. Ranks started without torchrun know it by the heartbeat of rank 0."""
+    restart. With torchrun, or with a single rank, it comes from the environment (`incarnation`). Without torchrun, it
+    is the host and process of rank 0, which other ranks read in the heartbeat of rank 0."""
     if launch_id() is not None or os.environ.get("WORLD_SIZE", "1") == "1":
         return incarnation()
     if env_rank() == 0:
@@ -268,6 +273,7 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     if ending.name == "communication" and (first_report := await_first_failure(folder, PATIENCE_SECONDS)) is not None:
         return first_report
     culprit = {"rank": rank, "host": socket.gethostname()} if not is_done else {}
+    # the message of a configuration error often begins with KEY=VALUE
     if ending.name == "config" and (key := re.match(r"([a-z_0-9]+(?:\.[a-z_0-9]+)*)=", outcome.reason)):
         culprit["key"] = key[1]
     outcome = replace(outcome, culprit={**culprit, **outcome.culprit})
@@ -325,7 +331,8 @@ def is_of_this_launch(record: dict[str, Any]) -> bool:
     current launch of torchrun, before or after a restart of the ranks."""
     if launch_id() is None or record.get("launch") != launch_id():
         return False
-    return (record.get("time") or 0.0) >= start_time(os.getppid())  # an older record is from a job of the same name
+    # The parent process is torchrun. A record from before its start is from an earlier job of the same name.
+    return (record.get("time") or 0.0) >= start_time(os.getppid())
 
 
 def final_status(folder: Path) -> dict[str, Any] | None:
