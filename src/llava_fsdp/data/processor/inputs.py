@@ -189,7 +189,8 @@ class ProcessorInputs:
 
         Args:
             rows: the samples, each with its images.
-            shared_counts: for each sample, the number of its tokens, images included, that are those of the sample before.
+            shared_counts: for each sample, the number of its tokens, images included, that are those of the sample
+                before.
             types: for each sample, the types of its tokens by name.
             made: what the processor made of the micro-batch.
         """
