@@ -335,7 +335,7 @@ def test_what_keys_may_be_set_together(values: dict[str, Any], refused: bool) ->
 
 def test_of_no_task_but_vqa_there_is_a_submission() -> None:
     for task in Task:
-        questions = None if task is Task.conversations else "q.jsonl"
+        questions = None if task in (Task.conversations, Task.pairs) else "q.jsonl"
         cfg = replace(configuration("evaluate"), task=task, questions=questions)
         with contextlib.nullcontext() if task in (Task.vqa, Task.textvqa) else pytest.raises(ConfigError):
             replace(cfg, submission="a.json")

@@ -122,7 +122,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "train_step", step)
     loader = SimpleNamespace(steps_from=steps_from, agree=lambda step: -step, total_steps=6)
     roots = [nn.Linear(1, 1).eval() for _ in range(2)]
-    values: dict[str, Any] = {"step": 4, "compilations": None, "dynamic": None}
+    values: dict[str, Any] = {"step": 4, "compilations": None, "dynamic": None, "ends_early": False}
     state: Any = SimpleNamespace(
         roots=roots, loader=loader, parallelism=SimpleNamespace(world=single_world()), **values
     )

@@ -56,7 +56,7 @@ def test_steps_that_are_measured(every: int | None, due: list[int]) -> None:
 def test_a_validation_that_is_owed_is_done_when_a_run_continues(step: int, done: bool, measured: int) -> None:
     seen: list[int] = []
     held: Any = SimpleNamespace(
-        state=SimpleNamespace(step=step), is_done_already=done, measure=lambda: seen.append(step)
+        state=SimpleNamespace(step=step), is_done_already=done, measure=lambda: seen.append(step), compare=list
     )
     held.is_due = lambda: Validation.is_due(held)
     held.cfg, held.last_step = SimpleNamespace(val=SimpleNamespace(every=3)), 7
@@ -119,7 +119,7 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
     held: Any = SimpleNamespace(
         state=SimpleNamespace(step=7), held_out=held_out, rows=RowWriter(tmp_path / "validation.jsonl"),
         cfg=SimpleNamespace(val=SimpleNamespace(shown=2, max_new_tokens=8)), metric=SimpleNamespace(name="vqa"),
-        events=SimpleNamespace(after_validation=passed.append),
+        events=SimpleNamespace(after_validation=passed.append), found=[],
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
     losses = [loss_sum(6.0, 3), loss_sum(1.0, 4)]

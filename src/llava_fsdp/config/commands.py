@@ -141,7 +141,7 @@ class EvaluateConfig:
     task: Task
     """Kind of questions, which also decides how answers are scored."""
     reference: str | None = None
-    """Model to compare with, with task=pairs. Its log-probabilities of the answers are subtracted; null: none."""
+    """Model that task=pairs compares with. Its log-probabilities of the answers are subtracted; null: none."""
     questions: str | None
     """File of questions; task=conversations uses data.path instead."""
     annotations: str | None

@@ -59,8 +59,9 @@ class Prompts:
 
 
 def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, source: int = 0) -> HeldOutQuestion:
-    """Make a prompt from the first question of a validation record, with the conversation template that training uses.
-    Only the images of this question are used. If the record's answer has a thought, the prompt asks for one.
+    """Return the first question of a validation record as a prompt that is encoded as in training, with the record's
+    answer to it. The model is not run. Only the images of this question are used. If the record's answer has a thought,
+    the prompt asks for one.
 
     Args:
         encoder: encodes records in training; its template and settings are used.
@@ -74,14 +75,14 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
     """
     form = encoder.template
     if isinstance(form, ChatTemplate):
-        record = encoder.teaching.record(record, form.features)
+        record = encoder.teaching.record(record, form.features)  # moves thoughts out of the texts of answers
     _, text, num_images, answer = opening_question(record)
     names, media, start_end = (
         record.images[:num_images],
         media_of(record.images[:num_images]),
         cfg.model.image_start_end,
     )
-    thought = "", ""
+    thought = "", ""  # the texts before and behind a thought; empty if none is asked for
     if isinstance(form, ChatTemplate):
         if first_answer(record).thought is not None:
             form = encoder.teaching.asking(form)
@@ -90,8 +91,9 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
         segments = ask_segments(opening_turns(record), writer, media, record.where, record.tools)
     else:
         segments = prompt(opening_turns(record), form, start_end, num_images > 0, record.where, media)
+    # the template may show images in another order: `order` has their numbers in the record, in the order of the prompt
     order, sizes, frames = image_order(segments, num_images), record.sizes, record.frames
-    if sizes is not None and frames is not None:
+    if sizes is not None and frames is not None:  # the index has both, or neither
         sizes, frames = sizes[:num_images], frames[:num_images]
     shown = replace(record, images=names, sizes=sizes, frames=frames)  # with the images of this question alone
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text

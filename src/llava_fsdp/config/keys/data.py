@@ -214,8 +214,8 @@ class DataConfig:
     pairs: bool = False
     """Whether records are pairs. They have a chosen and a rejected answer, which training compares (stage=prefer)."""
     prompt_once: bool = False
-    """Whether the two answers of a pair attend to one copy of their prompt and its images. It takes fewer tokens, and
-    gives the same loss up to rounding. false: each answer has a copy."""
+    """Whether both answers of a pair attend to one copy of their prompt. It takes fewer tokens, and gives the same loss
+    up to rounding."""
     max_record_bytes: int = 4 << 20
     """Maximum number of bytes of one record in its file. A larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""
@@ -377,8 +377,7 @@ class ValConfig:
     """Number of answers that validation.jsonl and the report page show. There are as many of every source, wrong ones
     first."""
     patience: int | None = None
-    """Number of validations in a row without a better one (checkpoint.best), after which the training ends; null: it
-    goes on to its last step."""
+    """Number of validations without a better one (checkpoint.best), after which training ends."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value, or a combination of values, is not allowed."""

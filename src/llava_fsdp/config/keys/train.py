@@ -168,7 +168,7 @@ class CheckpointConfig:
     on_save_error: OnSaveError
     """Whether a checkpoint that cannot be written ends the run (raise) or not (warn)."""
     best: BestBy | None = None
-    """Number of validations by which the best checkpoint is kept, beside the newest; null: none is kept."""
+    """Number of validations by which the best checkpoint is kept."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 1)
@@ -188,7 +188,7 @@ class ExportConfig:
     """Whether to export the base model with the adapters merged into it. The adapters alone are always
     written to output_dir/adapter."""
     which: Which = Which.last
-    """Weights to export: those of the last step, or of the best checkpoint (checkpoint.best)."""
+    """Step whose weights are exported."""
 
     @property
     def stored(self) -> DType:

@@ -157,8 +157,13 @@ def write_whole_folder(
 
 
 def check_plan(source: WholeSource) -> None:
-    """Raise ModelError unless transformers' class saves every parameter of a model, and the model or its folder has
-    every parameter of the class. No values are read but those of tensors that only the folder has."""
+    """Check, before training, that a model can be exported by transformers' class. Only shapes are compared. Values are
+    read of those tensors alone that the model's folder has and the model has not, such as buffers.
+
+    Raises:
+        ModelError: the class does not save a parameter of the model, or it has a parameter that neither the model nor
+            its folder has.
+    """
     names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(own.shape) for name, own in names.items()}
     loaded, complete = plan_folder(

@@ -13,8 +13,10 @@ from llava_fsdp.model.whole.structure import base_of, language_of
 
 
 def packs(parts: Parts) -> str | None:
-    """Return why the language model of a whole model would mix the samples of a packed row; None if it keeps them
-    apart. Its configuration is read, and it runs on the meta device."""
+    """Return the reason why a model of transformers cannot be trained on packed rows: its language model would let the
+    samples of a row see each other. Return None if it keeps them apart. To find out, the configuration is read
+    (`parts.class_config`), and the language model runs once on the meta device, where its calls of attention are
+    noted."""
     assert parts.class_config is not None
     return found_in_class(ConfigKey(parts.class_config))
 

@@ -21,11 +21,12 @@ LARGE = (1400, 900)
 
 
 def freeze_unreached(images: BlankImages, precision: PrecisionConfig) -> None:
-    """Freeze the parameters of the model of `images`, on the meta device, on which the loss of a large image does not
-    depend. A training also freezes such parameters, but it tries a small image and, for datasets with videos, a video
-    as well."""
+    """Freeze those parameters of a model on the meta device that can get no gradient, so that a plan counts no memory
+    for their gradients and moments. The loss of one large image must depend on the others. A training finds them with a
+    small image, and a video if its dataset has some. `images`: makes inputs with blank images for its model."""
     model, large = images.model, replace(images, photo=LARGE)
-    each = large.work().tokens
+    each = large.work().tokens  # tokens of the image; each counts as one tile
+    # one token of text before the image, and one behind it that is the label
     sizes = MicroBatchSizes(1, each + 2, samples=1, tiles=each, labels=1, image_tokens=each)
     inputs = large.inputs_of(sizes, packed=False)
     used = reached(model, inputs["input_ids"], dict(inputs["images"]), precision)

@@ -227,7 +227,9 @@ def with_measured_speed(machine: Machine) -> Machine:
     finally:
         torch.set_num_threads(threads)
     # `machine.flops` assumes CORE_FLOPS for each core; a product of two matrices of n x n takes 2 n^3 FLOPs
-    return replace(machine, flops=machine.flops / CORE_FLOPS * 2 * size**3 / seconds, core_efficiency=STEP_SHARE)
+    of_core = 2 * size**3 / seconds
+    name = f"{machine.name} of {of_core / 1e9:.0f} GFLOP/s"
+    return replace(machine, name=name, flops=machine.flops / CORE_FLOPS * of_core, core_efficiency=STEP_SHARE)
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:

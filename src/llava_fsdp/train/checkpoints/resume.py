@@ -373,6 +373,7 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
             "answers": Answers.all,
             "weights": LabelWeights.use,
             "pairs": False,
+            "prompt_once": False,
         },
         "pref": asdict(PrefConfig()),
     }

@@ -217,9 +217,10 @@ def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]
 
 
 def behind_cue(texts: AnswerTexts) -> int | None:
-    """Return the index in the text with the answer (`texts.shown`) behind the last cue before the answer; None if there
-    is no cue before it, or the text up to there depends on what the answer says. The cue is what a prompt has in
-    addition to its turns, and asks for an answer."""
+    """Return where the answer begins behind the cue, the text with which a prompt asks for an answer: an index in
+    `texts.shown`, the conversation with the answer. The cue is sought in `texts.marked`, where marker texts stand for
+    what the answer says, as the last one before them. Return None if there is no cue, or if the text up to its end
+    depends on what the answer says."""
     place = texts.marked.rfind(texts.cue, 0, first_mark(texts.marked)) if texts.cue else -1
     end = place + len(texts.cue)
     return end if place >= 0 and texts.shown.startswith(texts.marked[:end]) else None
