@@ -33,7 +33,7 @@ from transformers import AttentionInterface, AutoConfig
 from llava_fsdp.config import Attention
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.packed_attention.attention import Boundaries, Kernel, Lengths, choose_kernel
-from llava_fsdp.model.packed_attention.row_mask import RowMask, register_attention
+from llava_fsdp.model.packed_attention.row_mask import RowMask, register_attention, shared_tokens
 from llava_fsdp.parallel.precision.fp8 import check_fp8
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -124,15 +124,21 @@ HEADS = [pytest.param(8, 8, 64, id="heads of their own"), pytest.param(8, 2, 128
 
 @pytest.mark.parametrize(("heads", "key_heads", "size"), HEADS)
 @pytest.mark.parametrize("kernel", [Attention.varlen, Attention.flash])
+@pytest.mark.parametrize("shared", [0, 100], ids=["", "a shared prompt"])
 def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
-    kernel: Attention, heads: int, key_heads: int, size: int, cuda: torch.device
+    shared: int, kernel: Attention, heads: int, key_heads: int, size: int, cuda: torch.device
 ) -> None:
-    """Forward and backward, bf16 against fp32, with samples of one position and of many; and nothing crosses over."""
+    """Forward and backward, bf16 against fp32, with samples of one position and of many; and nothing crosses over, but
+    from the second sample to the third, which may share its first tokens."""
     if kernel is Attention.flash and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn is not installed")
     register_attention()
     lengths = (1, 300, 17, 64, 129)
-    row = RowMask(Boundaries(boundaries(lengths)["cu_seqlens"].to(cuda), Lengths(lengths, max(lengths))))
+    edges = boundaries(lengths, (0, 0, shared, 0, 0))
+    row = RowMask(
+        Boundaries(edges["cu_seqlens"].to(cuda), Lengths(lengths, max(lengths))),
+        shared=shared_tokens(lengths, edges["shared"], edges["key_offsets"].to(cuda)) if shared else None,
+    )
     dice = torch.Generator(cuda).manual_seed(0)
     module = torch.nn.Module()
     module.num_key_value_groups = heads // key_heads  # type: ignore[assignment]
@@ -157,7 +163,8 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
     for part in changed:
         part[:, :, 1:301] += 1
     after = attended(kernel, torch.bfloat16, changed)[0]
-    assert torch.equal(after[:, 301:], got[0][:, 301:]) and torch.equal(after[:, :1], got[0][:, :1])
+    end = 318 if shared else 301
+    assert torch.equal(after[:, end:], got[0][:, end:]) and torch.equal(after[:, :1], got[0][:, :1])
     assert not torch.equal(after[:, 1:301], got[0][:, 1:301])
 
 

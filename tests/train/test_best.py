@@ -14,9 +14,11 @@ from small import Configure, command_config, config_of, write_json
 from llava_fsdp.checkpoint.retention import BEST
 from llava_fsdp.config import BestBy, Config, ConversionConfig
 from llava_fsdp.export.main import export
-from llava_fsdp.report.best_validation import BestValidation, best_validation
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.files.provenance import read_notes
 from llava_fsdp.train import main as train
+from llava_fsdp.train.events.held_out.best import MEASURED, BestValidation, best_validation
+from llava_fsdp.train.events.held_out.validation import Validation
 
 RISES = (
     "optim.lr=3e-2", "optim.schedule=constant", "optim.warmup_ratio=0", "global_batch_size=4", "max_steps=16",
@@ -35,7 +37,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     [
         (BestBy.loss, [3.0, 2.0, 2.0, 2.5], (4, 2.0, 2)),
         (BestBy.score, [0.1, None, 0.3, 0.3], (6, 0.3, 1)),
-        (BestBy.loss, [None, math.nan], (None, None, 2)),
+        (BestBy.loss, [None, math.nan], (None, None, 0)),
         (BestBy.margin, [-2, -1.5], (4, -1.5, 0)),
         (BestBy.loss, [], (None, None, 0)),
     ],
@@ -44,8 +46,15 @@ def test_the_best_of_some_validations(
     by: BestBy, values: list[float | None], expected: tuple[int | None, float | None, int]
 ) -> None:
     rows = [{"step": 2 * n, by.value: value} for n, value in enumerate(values, start=1)]
-    found = best_validation(rows, by)
+    found = best_validation(rows, by, range(99))
     assert (found.step, None if math.isnan(found.value) else found.value, found.since) == expected
+
+
+def test_only_validations_count_that_can_be_compared_and_exported() -> None:
+    """Those of other records, and those whose checkpoint is gone, do not."""
+    rows = [{"step": n, "loss": float(n), MEASURED: "a" if n > 1 else "b"} for n in range(1, 6)]
+    assert best_validation(rows, BestBy.loss, range(99)).step == 2
+    assert best_validation(rows, BestBy.loss, [1, 4, 5]) == BestValidation(4, 4.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def best_of(folder: Path) -> BestValidation:
-    return best_validation(rows_of(folder), BestBy.loss)
+    return best_validation(rows_of(folder), BestBy.loss, range(99))
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +135,40 @@ def test_a_training_ends_early_at_the_same_step_after_a_stop_and_on_other_ranks(
         rows_of(tmp_path / "whole")[: len(whole)] == whole
         and rows_of(tmp_path / "whole")[-1]["step"] > whole[-1]["step"]
     )
+
+
+def test_a_run_that_stops_in_its_last_validation_still_finds_its_best(
+    configure: Configure, held_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is left to train then, and the checkpoint of the last step is the best."""
+    keys = *RISES, *held_out, "max_steps=6"
+    with monkeypatch.context() as patched:
+        patched.setattr(Validation, "measure_losses", stopped_at(6, Validation.measure_losses))
+        with pytest.raises(KeyboardInterrupt):
+            train.train(configure(*keys, to=tmp_path))
+    train.train(configure(*keys, to=tmp_path))
+    assert best_of(tmp_path).step == 6
+    assert (tmp_path / "checkpoints" / BEST).read_text() == "step-000006\n"
+    assert read_notes(tmp_path / "export")["step"] == 6
+
+
+def stopped_at(step: int, measure: Any) -> Any:
+    def measured(self: Validation) -> Any:
+        if self.state.step == step:
+            raise KeyboardInterrupt
+        return measure(self)
+
+    return measured
+
+
+def test_a_run_that_keeps_its_best_from_now_on_compares_what_it_has(
+    configure: Configure, held_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The checkpoints of better steps are gone: they count no more, and the pointer names one that is there."""
+    first = [key for key in RISES if "best" not in key] + ["max_steps=12", "export.enabled=false", *held_out]
+    train.train(configure(*first, to=tmp_path))
+    assert best_of(tmp_path).step == 6 and checkpoints(tmp_path) == ["step-000008", "step-000012"]
+    train.train(configure(*RISES, *held_out, to=tmp_path))
+    assert (tmp_path / "checkpoints" / BEST).read_text() == "step-000008\n"
+    assert read_notes(tmp_path / "export")["step"] == 8
+    assert checkpoints(tmp_path) == ["step-000008", "step-000012", "step-000016"]

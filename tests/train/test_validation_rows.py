@@ -119,7 +119,7 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
     held: Any = SimpleNamespace(
         state=SimpleNamespace(step=7), held_out=held_out, rows=RowWriter(tmp_path / "validation.jsonl"),
         cfg=SimpleNamespace(val=SimpleNamespace(shown=2, max_new_tokens=8)), metric=SimpleNamespace(name="vqa"),
-        events=SimpleNamespace(after_validation=passed.append), found=[],
+        events=SimpleNamespace(after_validation=passed.append), found=[], measured="",
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
     losses = [loss_sum(6.0, 3), loss_sum(1.0, 4)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from llava_fsdp.config import Normalize
@@ -11,6 +11,9 @@ from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.model.architecture import Architecture
+
+LOGIT_BYTES = 1 << 29
+"""Maximum number of bytes of a batch's logits in fp32, unless one answer has more."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ def score_answers(
     """
     rows = [(part, images) for sample, images in pairs for part in sample.answers]
     collate = Collator(reader, Normalize.step, pack=False)
+    most_labels = 1 if alone else LOGIT_BYTES // (4 * model.language_config.vocab_size)
     found: list[AnswerScore] = []
-    for batch in [[row] for row in rows] if alone else [rows]:
+    for batch in batches(rows, most_labels):
         # `facts` describe a training step; this batch is the only micro-batch of step 0
         facts = StepFacts(0, samples=len(batch), images=sum(len(images) for _, images in batch))
         micro = to_device(collate(batch, facts, 1))
@@ -51,3 +55,15 @@ def score_answers(
         sums = [own.double().sum().item() for own in of_labels.split(counts)]
         found += [AnswerScore(total, count) for total, count in zip(sums, counts, strict=True)]
     return found
+
+
+def batches(rows: Sequence[Row], most_labels: int) -> Iterator[list[Row]]:
+    """Divide rows, in their order, into batches of at most `most_labels` labels, or of one row."""
+    batch: list[Row] = []
+    for row in rows:
+        if batch and sum(sample.num_labels for sample, _ in [*batch, row]) > most_labels:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

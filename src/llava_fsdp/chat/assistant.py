@@ -26,7 +26,7 @@ from llava_fsdp.data.text.answer_segments import AnswerWriter, ask_segments
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate, open_template, stops_of
 from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order, prompt, refuse_tools
-from llava_fsdp.data.text.encode import ExactEncoder, encode_prompt
+from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokens.constants import IMAGE_ID
@@ -241,7 +241,7 @@ class Assistant:
             tokenizer=self.tokenizer,
             template=self.teaching.template(form) if isinstance(form, ChatTemplate) else form,
             image_rows=lambda _, place: images[place].rows,
-            max_length=self.max_tokens,
+            max_length=UNLIMITED,
             too_long=TooLong.fail,
             start_end=self.model.cfg.image_start_end,
             special_tokens=self.special_tokens,
@@ -249,6 +249,8 @@ class Assistant:
         )
         sample = encoder(record)
         assert sample is not None, "with too_long=fail it is an error"
+        if sample.longest > self.max_tokens:
+            raise too_long(record.where, sample.longest, sum(map(len, sample.image_rows)), self.max_tokens)
         return sample, [images[sample.place(number)].tiles for number in range(len(sample.images))]
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:

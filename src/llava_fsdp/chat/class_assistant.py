@@ -32,6 +32,7 @@ from llava_fsdp.data.text.answer_segments import ask_segments
 from llava_fsdp.data.text.chat_template.jinja_template import stops_of
 from llava_fsdp.data.text.chat_template.message_parts import media_of
 from llava_fsdp.data.text.conversation import image_order
+from llava_fsdp.data.text.encode import UNLIMITED
 from llava_fsdp.data.text.teaching import DEFAULT
 from llava_fsdp.data.text.tokens.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -224,10 +225,13 @@ class ClassAssistant:
             self.encoder,
             template=self.teaching.template(self.form),
             teaching=self.teaching,
+            max_length=UNLIMITED,
             shape=lambda _, place: shape_of(images[place]),
         )
         sample = encoder(record)
         assert sample is not None, "with too_long=fail it is an error"
+        if sample.longest > self.max_tokens:
+            raise too_long(record.where, sample.longest, int(sample.is_image.sum()), self.max_tokens)
         return sample, [images[sample.place(number)].pixels for number in range(len(sample.images))]
 
     def generate(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:

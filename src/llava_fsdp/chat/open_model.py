@@ -16,7 +16,7 @@ from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import NEXT, ONEVISION
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.files.provenance import NOTES, read_notes
+from llava_fsdp.runtime.files.provenance import NOTES, WHICH, read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
 from llava_fsdp.runtime.files.unfinished import EXPORT
 from llava_fsdp.runtime.text.log import log
@@ -59,10 +59,12 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
 
 
 def warn_of_later_checkpoint(run: Path) -> None:
-    """Log a warning if a run has a checkpoint newer than its exported model, as happens when the run was continued."""
+    """Log a warning if a run has a checkpoint newer than its exported model, as happens when the run was continued; not
+    if the export is of the best step on purpose."""
     checkpoints = list_checkpoints(run / FOLDER)
-    exported = read_notes(run / EXPORT).get("step")
-    if checkpoints and exported is not None and (step_of(checkpoints[-1]) or 0) > exported:
+    notes = read_notes(run / EXPORT)
+    exported = notes.get("step")
+    if checkpoints and exported is not None and WHICH not in notes and (step_of(checkpoints[-1]) or 0) > exported:
         log().warning("using the export of step %d; model.checkpoint=%s is later", exported, checkpoints[-1])
 
 

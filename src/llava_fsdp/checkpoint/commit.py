@@ -42,7 +42,7 @@ from llava_fsdp.checkpoint.manifest import (
     rank_file,
     render,
 )
-from llava_fsdp.checkpoint.retention import REPLACED, STAGED, delete_old, write_latest
+from llava_fsdp.checkpoint.retention import REPLACED, STAGED, delete_old, write_best, write_latest
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import render_facts
 from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, name_in_errors, verify
@@ -193,6 +193,14 @@ class Committer:
             shutil.rmtree(replaced, ignore_errors=True)
         delete_old(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_undamaged, self.reached_point, self.best)
         self.undamaged &= {folder.name for folder in list_checkpoints(self.parent)}
+
+    def keep_best(self, step: int | None) -> None:
+        """Do not delete the checkpoint of a step any more, and, on rank 0, write its name into a file
+        (`retention.BEST`). Nothing changes if it is not there, because its save has failed."""
+        if step is None or (self.parent / folder_name(step)).is_dir():
+            self.best = step
+            if rank_and_size()[0] == 0:
+                write_best(self.parent, step)
 
     def write_adapter(self, adapter_folder: AdapterCopy, checkpoint: Checkpoint) -> dict[str, Digest]:
         """Write a folder with the LoRA adapters into a checkpoint; return the digests of its files, by path in the

@@ -28,11 +28,15 @@ def write_latest(folder: Path) -> None:
 
 
 def write_best(parent: Path, step: int | None) -> None:
-    """Write the name of the checkpoint of step `step` into the file `best` among the checkpoints; None: remove it."""
-    if step is None:
-        (parent / BEST).unlink(missing_ok=True)
-    else:
-        replace_file(parent / BEST, folder_name(step).encode() + b"\n", 0o600, durable=True)
+    """Write the name of the checkpoint of step `step`, which exists, into the file `best` among the checkpoints; None:
+    remove it. A failure is only logged."""
+    try:
+        if step is None:
+            (parent / BEST).unlink(missing_ok=True)
+        else:
+            replace_file(parent / BEST, folder_name(step).encode() + b"\n", 0o600, durable=True)
+    except OSError as error:
+        log().warning("%s cannot be written: which=best will export an earlier step (%s)", parent / BEST, error)
 
 
 def best_checkpoint(run: Path) -> Path:
@@ -40,11 +44,15 @@ def best_checkpoint(run: Path) -> Path:
     pointer = run / FOLDER / BEST
     if not pointer.is_file():
         raise CheckpointError(
-            f"{run} keeps no best checkpoint ({pointer} does not exist): train with checkpoint.best=loss or score"
+            f"{run} keeps no best checkpoint ({pointer} does not exist); train with checkpoint.best=loss, or another "
+            "number of its validations"
         )
     folder = pointer.with_name(pointer.read_text(errors="replace").strip())
     if step_of(folder) is None or not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {folder.name}, which is no checkpoint of {run}; give one as source")
+        raise CheckpointError(
+            f"{pointer} names {folder.name}, which is no checkpoint of {run}; export one of those that are there with "
+            "source=FOLDER"
+        )
     return folder
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from llava_fsdp.checkpoint.commit import AdapterCopy, Committer
 from llava_fsdp.checkpoint.layout import written_rows
 from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
-from llava_fsdp.checkpoint.retention import BEST, delete_temporary, restore_replaced, write_best
+from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
 from llava_fsdp.checkpoint.snapshot import Snapshot, device_of, fits, use_device
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.parallel.ranks.consensus import gathered, on_first_rank, rank_and_size
@@ -187,11 +187,9 @@ class Saver:
         return error is not None and not is_forgiven
 
     def keep_best(self, step: int | None) -> None:
-        """Keep the checkpoint of the step with the best validation beside the newest ones, and, on rank 0, write its
-        name into a file (`retention.BEST`). `step`: None if none is known, so that the file is removed. Collective."""
-        self.committer.best = step
-        parent = self.committer.parent  # not `self.group`: a save may use it in another thread
-        on_first_rank(lambda: write_best(parent, step), f"{parent / BEST} cannot be written")
+        """Keep the checkpoint of the step with the best validation beside the newest ones, as soon as it is complete.
+        Does not wait for it. `step`: None if there is none."""
+        self.writer.submit(self.committer.keep_best, step)  # behind the save that is under way
 
     def reset_saved_step(self) -> None:
         """Forget which step was saved last, and the error of a failed save. To be called when the run's folder was

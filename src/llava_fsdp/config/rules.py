@@ -347,10 +347,10 @@ def check_best(cfg: TrainingKeys) -> None:
     if best is None:
         if cfg.val.patience is not None:
             raise ConfigError(
-                f"val.patience={cfg.val.patience} needs a number to compare: checkpoint.best=loss or score"
+                f"val.patience={cfg.val.patience} needs a number to compare: checkpoint.best=loss, or another"
             )
         if cfg.export.which is Which.best:
-            raise ConfigError("export.which=best needs a number to compare: checkpoint.best=loss or score")
+            raise ConfigError("export.which=best needs a number to compare: checkpoint.best=loss, or another")
         return
     if cfg.val.every is None:
         raise ConfigError(f"checkpoint.best={best.value} compares validations; set val.every=STEPS")
@@ -390,7 +390,7 @@ def check_pairs(cfg: TrainingKeys) -> None:
         if is_set:
             raise ConfigError(f"data.pairs=true with {setting} is not supported; set {cure}")
     if cfg.data.prompt_once and not cfg.packs:
-        raise ConfigError("data.prompt_once=true needs packed rows, and pack=false; set pack=auto")
+        raise ConfigError("data.prompt_once=true needs packed rows, and pack=false; set data.prompt_once=false")
     if cfg.data.prompt_once and cfg.model.balance_loss:
         raise ConfigError(
             "data.prompt_once=true with model.balance_loss, whose loads are those of whole samples, is not supported; "

@@ -84,10 +84,11 @@ def output(context: DoctorContext) -> Iterator[Finding]:
         yield from not_writable
         return
     keep, needs, needed = context.cfg.checkpoint.keep, context.known_needs, 0
+    count = keep + 1 + (context.cfg.checkpoint.best is not None)
     if needs is not None:
         # the next checkpoint is written before the oldest is deleted
-        needed = needs.checkpoint * (keep + 1) + needs.export
-    what = f"{keep + 1} checkpoints and the export take"
+        needed = needs.checkpoint * count + needs.export
+    what = f"{count} checkpoints and the export take"
     cure = "make room, or give an output_dir on a larger disk"
     cure += "; or keep fewer checkpoints: checkpoint.keep=2, the fewest" if keep > 2 else ""
     yield from disk.judge_room("room in output_dir", folder, free_bytes(folder), needed, what, cure)

@@ -19,7 +19,8 @@ from llava_fsdp.config import EvaluateConfig
 from llava_fsdp.data.containers.data_files import RemoteFolder
 from llava_fsdp.data.images.check import ImageFile, image_in, inline_images
 from llava_fsdp.data.records.record import Record
-from llava_fsdp.evaluate.check_images import folder_of
+from llava_fsdp.evaluate.check_images import check_images, folder_of
+from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread
 from llava_fsdp.evaluate.read_questions import records_by_turns
 from llava_fsdp.evaluate.results import BLANK
 from llava_fsdp.runtime.errors import ConfigError
@@ -60,31 +61,29 @@ def evaluate_pairs(cfg: EvaluateConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: there are several processes.
-        DataError: a record is no pair, or an image of it cannot be read.
+        DataError: a record is no pair, or an image of it is missing or cannot be read.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("task=pairs runs in one process; start it without torchrun")
     cfg = replace(cfg, data=replace(cfg.data, pairs=True))
-    folders: dict[str | None, Path | RemoteFolder] = {}
-    pairs: list[Pair] = []
-    sources: list[str] = []
-    for source, record in itertools.islice(records_by_turns(cfg), cfg.limit):
-        if source.images not in folders:
-            folders[source.images] = folder_of(cfg.data, source.images)
-        inline = inline_images(record)
-        pairs.append((record, [inline.get(name) or image_in(folders[source.images], name) for name in record.images]))
-        sources.append(source.name)
-    model = open_assistant(cfg.model.checkpoint)
-    found = scores_of(model, pairs, cfg.batch_size, "pairs")
-    blank = scores_of(model, pairs, cfg.batch_size, "pairs with blank images", blank=True) if cfg.blank else None
-    reference = None
-    if cfg.reference is not None:
-        del model
-        reference = scores_of(open_assistant(cfg.reference), pairs, cfg.batch_size, "pairs, by the reference")
+    read = list(itertools.islice(records_by_turns(cfg), cfg.limit))
+    check_images([question_of(record, source.images) for source, record in read], cfg.data)
+    folders = {images: folder_of(cfg.data, images) for images in {source.images for source, _ in read}}
+    pairs = [(record, files_of(record, folders[source.images])) for source, record in read]
+    sources = [source.name for source, _ in read]
+
+    def score(checkpoint: str, by: str) -> tuple[list[PairScore], list[PairScore] | None]:
+        """Return a model's scores of all pairs, and those with blank images if the configuration asks for them."""
+        model = open_assistant(checkpoint)
+        found = scores_of(model, pairs, cfg.batch_size, f"pairs{by}")
+        return found, scores_of(model, pairs, cfg.batch_size, f"blank pairs{by}", True) if cfg.blank else None
+
+    found, blank = score(cfg.model.checkpoint, "")
+    reference, blank_reference = (None, None) if cfg.reference is None else score(cfg.reference, ", by the reference")
     result: dict[str, Any] = {"checkpoint": cfg.model.checkpoint, "reference": cfg.reference, "task": cfg.task.value}
     result |= summary(found, reference)
     if blank is not None:
-        result[BLANK] = summary(blank, None)["accuracy"]
+        result[BLANK] = summary(blank, blank_reference)["accuracy"]
     names = list(dict.fromkeys(sources))
     if len(names) > 1:
         result["groups"] = {"source": {}}
@@ -93,6 +92,21 @@ def evaluate_pairs(cfg: EvaluateConfig) -> dict[str, Any]:
             others = None if reference is None else [reference[n] for n in own]
             result["groups"]["source"][name] = summary([found[n] for n in own], others)
     return result
+
+
+def question_of(record: Record, images: str | None) -> BenchmarkQuestion:
+    """Return the images of a pair as those of a question, which `check_images` reads. `images`: their folder. Raise
+    DataError if the record has media that are not read."""
+    check_unread(record.where, record.unread)
+    text = "".join(turn.text for turn in record.turns)
+    inline = inline_images(record)
+    return BenchmarkQuestion(0, record.id, text, text, record.images, record.where, inline=inline, images_folder=images)
+
+
+def files_of(record: Record, folder: Path | RemoteFolder) -> list[ImageFile]:
+    """Return the images of a record: those in the record itself, others in `folder`."""
+    inline = inline_images(record)
+    return [inline.get(name) or image_in(folder, name) for name in record.images]
 
 
 def scores_of(model: Answerer, pairs: Sequence[Pair], size: int, what: str, blank: bool = False) -> list[PairScore]:
@@ -134,6 +148,7 @@ def table_of_pairs(result: dict[str, Any]) -> Table:
     for title in ("", "pairs", *shown.values()):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for name, own in {"all": result, **result.get("groups", {}).get("source", {})}.items():
-        cells = [f"{own[key]:.2%}" if key.startswith("accuracy") else f"{own[key]:.3f}" for key in shown if key in own]
+        formats = (".2%" if key.startswith("accuracy") else ".3f" for key in shown)
+        cells = [format(own[key], form) if key in own else "" for key, form in zip(shown, formats, strict=True)]
         table.add_row(name, f"{own['pairs']:,}", *cells)
     return table

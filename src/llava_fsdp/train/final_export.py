@@ -14,7 +14,7 @@ import torch
 from llava_fsdp.checkpoint.commit import AdapterCopy
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
-from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer
+from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer, Which
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.export.prove.logit_distance import CLOSE, Distance, bound_of_classes, distance
 from llava_fsdp.export.prove.reload import comparable, logits_of_class
@@ -51,7 +51,7 @@ from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, norm_
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import README, check_folder, read_notes
+from llava_fsdp.runtime.files.provenance import README, WHICH, check_folder, read_notes
 from llava_fsdp.runtime.files.unfinished import EXPORT
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.pipeline_step import evaluate
@@ -108,7 +108,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     )
     source = source_of_run(whole_model(state), cfg, state.run, state.step)
     try:
-        write_folder(FolderFormat.hf, source, weights, staged, {"dtype": cfg.export.dtype.value})
+        notes = {"dtype": cfg.export.dtype.value} | ({WHICH: "best"} if cfg.export.which is Which.best else {})
+        write_folder(FolderFormat.hf, source, weights, staged, notes)
     except LlavaFsdpError:  # raised on every rank
         if is_first_rank:
             shutil.rmtree(staged, ignore_errors=True)  # free the space, because the disk may be full
@@ -131,7 +132,8 @@ def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
     export` does not know the value of `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
-    words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced
+    which = "which=best" if cfg.export.which is Which.best else ""
+    words = f"source={cfg.output_dir}", f"to={final}", which, dtype, "verify=false", replaced
     command = " ".join(["llava-fsdp export", *(shlex.quote(word) for word in words if word)])
     return (
         f"{final} was not made. The trained weights are in {cfg.output_dir}/checkpoints, and {staged} has what was "

@@ -152,10 +152,12 @@ def train(
             fit(state, cfg, observers.all, watchdog)
         watchdog.at(Phase.EXPORT)
         with controller.lost_folder_explained():
+            trained_steps = state.step
             if cfg.export.enabled and cfg.export.which is Which.best:
-                load_best(state, cfg)
+                load_best(state, cfg)  # whose step is then that of the state
             if cfg.export.enabled and not final_export.is_current(state, cfg):
                 log().info("exported to %s", final_export.export(state, cfg, world.is_first))
+            state.step = trained_steps
         controller.stop_if_lost()
 
 

@@ -29,9 +29,8 @@ TEMPLATES = "data.template=v1, plain, auto, ..."
 PARTS = "model.train=[projector,language,vision]; stage=pretrain trains the projector alone"
 BLOCKS = "model.train with blocks: [projector,language:-4] trains the last 4 blocks of the language model"
 HELD_OUT = "val.every=STEPS, with val.path=FILE"
-NO_EARLY_STOP = (
-    f"{NOTHING}no run ends early by itself; max_steps and epochs set its length, val.every shows the held-out loss"
-)
+BEST = "checkpoint.best=loss, score, ... keeps the best checkpoint, and export.which=best exports it"
+EARLY_STOP = "val.patience=N validations that are not better end the training, with checkpoint.best=loss or score"
 LEFT_OUT = f"{NOTHING}leave it out; llava-fsdp migrate SCRIPT says what becomes of each flag"
 ADAMW = f"{NOTHING}AdamW is the optimizer, and its settings are those of optim"
 ATTENTION = "attention=auto, varlen, sdpa, flash, ..."
@@ -115,8 +114,8 @@ TABLE: Mapping[str, str] = MappingProxyType({
     HELD_OUT: """do_eval evaluation_strategy eval_strategy eval_steps eval_every evaluate val_interval eval_interval
         eval_freq""",
     "val.batch_size": "per_device_eval_batch_size per_gpu_eval_batch_size eval_batch_size val_batch_size",
-    NO_EARLY_STOP: """early_stopping early_stop patience early_stopping_patience load_best_model_at_end
-        metric_for_best_model early_stop_interval""",
+    EARLY_STOP: "early_stopping early_stop patience early_stopping_patience early_stop_interval",
+    BEST: "load_best_model_at_end metric_for_best_model save_best keep_best",
     "seed": "data_seed random_seed manual_seed", "deterministic": "full_determinism use_deterministic_algorithms",
     "comm.timeout": "ddp_timeout timeout nccl_timeout",
     "--nproc-per-node N": "num_gpus gpus n_gpu devices nproc_per_node num_processes world_size ngpus",

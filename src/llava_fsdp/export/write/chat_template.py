@@ -381,7 +381,9 @@ def content_of(video: bool, calls: bool = False) -> list[str]:
         "{%- set said = namespace(text='') -%}",
         "{%- if message['content'] is string -%}",
         "{%- set said.text = message['content'] -%}",
-        "{%- elif message['content'] or not message['tool_calls'] -%}" if calls else "{%- else -%}",
+        "{%- elif message['content'] or not message['tool_calls'] and not message['reasoning_content'] -%}"
+        if calls
+        else "{%- else -%}",
         "{%- for part in message['content'] -%}",  # inference servers that find this loop pass the content as a list
         "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
         *([VIDEO_PART] if video else []),

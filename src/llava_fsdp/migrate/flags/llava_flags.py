@@ -175,7 +175,7 @@ FLAGS: Mapping[str, Flag] = {
     "evaluation_strategy": Flag("no", only_off(
         "there is no such evaluation; name held-out records with val.every and val.path")),
     "load_best_model_at_end": Flag(False, only_off(
-        "the last weights are the result; val.every measures held-out records")),
+        "the last weights are the result, unless checkpoint.best and export.which=best are set")),
     **flags_with(NO_EVALUATION, do_eval=False, do_predict=False, eval_steps=float, eval_delay=0.0,
            eval_accumulation_steps=int, per_device_eval_batch_size=8, per_gpu_eval_batch_size=int,
            prediction_loss_only=False, include_inputs_for_metrics=False, metric_for_best_model=str,

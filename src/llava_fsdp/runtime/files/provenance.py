@@ -23,6 +23,8 @@ from llava_fsdp.runtime.files.small_json import Kinds, parse_object
 NOTES = "llava_fsdp.json"
 README = "README.md"
 """File of remarks for the reader. It has no digest, because users and the hub write into it."""
+WHICH = "which"
+"""Key of the notes of an export that is of the step with the best validation, and not of the last one."""
 FILES, DIGEST = "files", "digest"
 KINDS: dict[str, Kinds] = {
     key: (kind, type(None))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.provenance import read_notes
+from llava_fsdp.runtime.files.provenance import WHICH, read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints, step_of
 from llava_fsdp.runtime.files.status_file import STATUS_FILE, is_without_end, read_status, status_of_latest_start
 
@@ -50,8 +50,9 @@ def earlier_export(run: Path) -> str | None:
     """Return a warning if the export of a run, from which another training begins, is of an earlier step than the run's
     newest checkpoint, as after a run that was continued and stopped. None if it is not, or has no step."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(run / FOLDER)), default=0)
-    exported = read_notes(run / EXPORT).get("step")
-    if exported is None or exported >= saved:
+    notes = read_notes(run / EXPORT)
+    exported = notes.get("step")
+    if exported is None or exported >= saved or WHICH in notes:
         return None
     return (
         f"the export in {run} is of step {exported}, and the run has gone on to step {saved}; this training begins "

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from llava_fsdp.checkpoint.commit import AdapterCopy
+from llava_fsdp.checkpoint.retention import write_best
 from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
 from llava_fsdp.parallel.ranks.consensus import Votes, on_first_rank
@@ -121,9 +122,11 @@ class RunController(RunEvents):
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        if self.saver is None:
+        if self.saver is None:  # no step is left, and the checkpoint of the last one is there
+            if own_rank() == 0:
+                write_best(Path(self.cfg.output_dir) / FOLDER, step)
             return
-        if step == self.state.step and not self.is_kept:
+        if step == self.state.step != self.saver.saved_step:
             self.save()
         self.saver.keep_best(step)
 

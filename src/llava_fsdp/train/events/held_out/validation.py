@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
-from llava_fsdp.config import FULL_WEIGHT, Config, Metric
+from llava_fsdp.config import FULL_WEIGHT, BestBy, Config, Metric
 from llava_fsdp.data.validation_prompts import HeldOutQuestion
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.generation import check_answers
 from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.parallel.ranks.mesh import own_rank
-from llava_fsdp.report.best_validation import best_validation
 from llava_fsdp.report.run_reader import VALIDATION_FILE
 from llava_fsdp.report.shown_answers import choose_answers
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import RowWriter
+from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_metric
+from llava_fsdp.train.events.held_out.best import MEASURED, BestValidation, best_validation
 from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, pair_columns, rows_of, storage_errors
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
@@ -97,6 +100,9 @@ class Validation(RunEvents):
         self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
         self.found: list[dict[str, Any]] = []
         """On rank 0, all rows of `validation.jsonl`; those that an earlier start has written have no answers."""
+        self.saved_steps: set[int] = set()
+        """Steps whose checkpoints this start of the run has begun to save because their validation was the best."""
+        self.measured = measured(held_out, cfg, self.metric)
         self.is_done_already = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device, state.roots):
@@ -157,17 +163,26 @@ class Validation(RunEvents):
 
     def compare(self) -> None:
         """Tell the observers which validation is the best so far (`checkpoint.best`), and end the training if too many
-        in a row were not better (`val.patience`). Collective."""
-        by, patience = self.cfg.checkpoint.best, self.cfg.val.patience
+        in a row were not better (`val.patience`). While updates are skipped, the current step cannot be the best,
+        because its weights are those of an earlier step. Collective."""
+        by, patience, step = self.cfg.checkpoint.best, self.cfg.val.patience, self.state.step
         if by is None:
             return
-        best = on_first_rank(lambda: best_validation(self.found, by), "the validations cannot be compared")
+
+        def find() -> BestValidation:
+            kept = {step_of(folder) or 0 for folder in list_checkpoints(Path(self.cfg.output_dir) / FOLDER)}
+            kept |= self.saved_steps | (set() if self.state.consecutive else {step})
+            return best_validation(self.found, by, kept)
+
+        best = on_first_rank(find, "the validations cannot be compared")
+        if best.step is not None:
+            self.saved_steps.add(best.step)
         self.events.on_best(best.step)
-        if patience is not None and best.since >= patience and self.state.step < self.last_step:
+        if patience is not None and best.since >= patience and step < self.last_step:
             self.state.ends_early = True
             log().info(
                 "the training ends after step %d: in %d validations, %s was not better than after step %s (%.4g); a "
-                "larger val.patience continues it", self.state.step, best.since, by.value, best.step, best.value,
+                "larger val.patience continues it", step, best.since, by.value, best.step, best.value,
             )  # fmt: skip
 
     def measure_losses(self) -> list[LossSum]:
@@ -232,6 +247,7 @@ class Validation(RunEvents):
             answer_rows.append({"source": names[question.source], **answer_row(question, answer)})
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
         row["metric"] = self.metric.name if questions else None
+        row[MEASURED] = self.measured
         if questions and self.metric.name == Metric.exact.value:
             row["blind_guess"] = blind_guess([own.question for own in questions], [own.reference for own in questions])
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
@@ -268,6 +284,13 @@ def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]]
         "seconds": seconds,
         "answers": [],
     }
+
+
+def measured(held_out: HeldOut, cfg: Config, metric: AnswerMetric) -> str:
+    """Return a digest of what a validation measures: the records, their encoding, and how answers are scored."""
+    steps, val = held_out.loader.steps, cfg.val
+    facts = steps.records.fingerprint, steps.encoder.fingerprint, steps.image_reader.fingerprint
+    return xxh3_64_hexdigest(json.dumps([*facts, val.limit, val.answers, val.max_new_tokens, metric.name]).encode())
 
 
 def blind_guess(questions: Sequence[str], answers: Sequence[str]) -> float:
@@ -334,9 +357,14 @@ def open_validation(
     metric (`metric.is_own`) or the configuration names held-out records, and they are not used.
 
     Raises:
-        ConfigError: the model cannot generate answers.
+        ConfigError: the model cannot generate answers, or `checkpoint.best=score` and no question is answered.
         StorageError: output_dir cannot be written.
     """
+    if cfg.checkpoint.best is BestBy.score and state.held_out is not None and not state.held_out.questions:
+        raise ConfigError(
+            "checkpoint.best=score compares answers, and the held-out records have no question to score; set "
+            "checkpoint.best=loss"
+        )
     if metric.is_own and (state.held_out is None or not state.held_out.questions) and own_rank() == 0:
         log().warning("the metric %s scores nothing: that needs val.every and val.answers above 0", metric.name)
     if state.held_out is None:
