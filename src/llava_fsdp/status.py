@@ -67,7 +67,7 @@ def main() -> None:
     status, code, reason = shown_name(record["status"]), record.get("exit_code"), record.get("reason")
     if is_without_end(record) and (holder := held_by(path.parent)) is not None:
         where = shown_name(f"process {holder.get('pid', '?')} on {holder.get('host', '?')}")
-        log().info("%s: %s: %s is under way", path, status, where)
+        log().info("%s: %s: %s still runs", path, status, where)
     elif record["status"] == "stopping":
         log().error(
             "%s: the run was asked to stop (%s), and was killed before it had stopped; the same command continues from "

@@ -21,6 +21,7 @@ from whole_models import IGNORE, WholeModel, assert_same_gradients, example_of, 
 
 from llava_fsdp.config import Config, EvaluateConfig, PairForm, PairReference, PrefConfig
 from llava_fsdp.evaluate.pairs import evaluate_pairs
+from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.loop import run_micro_batches
@@ -67,6 +68,24 @@ def log_probabilities(peer: Any, model: WholeModel, record: dict[str, Any]) -> t
 
 
 ONCE = "data.prompt_once=true"
+NEXT = (
+    "data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad",
+    "data.grid_pinpoints=[[40,20],[20,40],[40,40]]",
+)  # fmt: skip
+
+
+def plain_pairs(
+    model: WholeModel, records: list[dict[str, Any]], pref: PrefConfig
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of all pairs without a reference, and its gradients, by transformers' class, one answer at a time."""
+    peer, total = model.peer(), 0.0
+    for record in records:
+        worse = record | {"conversations": [record["conversations"][0], {"from": "gpt", "value": WORSE}]}
+        mine = [log_probabilities(peer, model, own) for own in (record, worse)]
+        loss = pair_loss(mine, [torch.zeros(1)] * 2, pref) / len(records)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -90,16 +109,9 @@ def test_pairs_are_those_of_the_class(
     cfg = model.config(tmp_path, *keys, *more, records="pairs", stage="prefer")
     cfg = replace(cfg, micro_batch_size=2)
     run = gradients_of(single_world(), cfg) if size == 1 else pools[size].run(gradients_of, cfg)[0]
-    peer, total = model.peer(), 0.0
-    for record in records:
-        question = record["conversations"][0]
-        worse = record | {"conversations": [question, {"from": "gpt", "value": WORSE}]}
-        mine = [log_probabilities(peer, model, own) for own in (record, worse)]
-        loss = pair_loss(mine, [torch.zeros(1)] * 2, pref) / len(records)
-        loss.backward()
-        total += float(loss.detach())
+    total, gradients = plain_pairs(model, records, pref)
     assert run[0] == pytest.approx(total, rel=1e-5)
-    assert_same_gradients(run[1], {name: p.grad for name, p in peer.named_parameters() if p.grad is not None})
+    assert_same_gradients(run[1], gradients)
 
 
 @pytest.mark.parametrize("name", ["paddleocr_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
@@ -116,6 +128,23 @@ def test_an_evaluation_of_pairs_has_the_log_probabilities_of_the_class(name: str
             sums += torch.stack([log_probabilities(peer, model, own).sum() for own in (record, worse)])
     wanted = (sums / len(records)).tolist()
     assert [found["logp_chosen"], found["logp_rejected"]] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), (ONCE,)], ids=["", "once"])
+def test_pairs_of_tiles_are_those_of_the_class(more: tuple[str, ...], whole: Whole, tmp_path: Path) -> None:
+    """LLaVA-NeXT, whose images are several tiles, on this project's own path."""
+    model = whole("llava_next")
+    path = model.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_seq_length": 16}))  # as published folders have it
+    records = write_pairs(model)
+    pref = PrefConfig(beta=0.5, per_token=True)
+    keys = "pref.beta=0.5", "pref.per_token=true", "pref.reference=none", "data.template=chat_template", *NEXT
+    cfg = model.config(tmp_path, *keys, *more, records="pairs", stage="prefer")
+    loss, found = gradients_of(single_world(), replace(cfg, micro_batch_size=2))
+    wanted, gradients = plain_pairs(model, records, pref)
+    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert_same_gradients(found, {ours(name): own for name, own in gradients.items()})
 
 
 def test_one_prompt_for_both_answers_needs_causal_attention(whole: Whole, tmp_path: Path) -> None:

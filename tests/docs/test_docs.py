@@ -166,7 +166,7 @@ def test_generated_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/recipes.md has its own test, in golden/test_recipes.py."""
     moving = writer("make_moving", monkeypatch).pages()
     pictures = writer("make_pictures", monkeypatch).files()
-    names = ("performance", "examples", "configuration", "models", "data")
+    names = ("performance", "examples", "configuration", "models", "data", "preferences")
     tables = {f"{name}.md": writer(f"make_{name}", monkeypatch).page() for name in names}
     assert len(tables["configuration.md"].split()) <= 3000
     for name, text in {**moving, **pictures, **tables}.items():

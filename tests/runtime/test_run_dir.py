@@ -344,7 +344,7 @@ def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> Non
         holder.wait()
     said.append(subprocess.run(reader, check=False, capture_output=True, text=True))
     assert [done.returncode for done in said] == [75, 75]
-    assert f"process {holder.pid} on {os.uname().nodename} is under way" in said[0].stderr
+    assert f"process {holder.pid} on {os.uname().nodename} still runs" in said[0].stderr
     assert "asked to stop (SIGTERM), and was killed before it had stopped" in said[1].stderr
     start = "import sys, pathlib, llava_fsdp.runtime.text.log as l, llava_fsdp.runtime.files.run_dir as r\n"
     start += "l.setup_logging()\n"

@@ -5,11 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
-from small import write_json
+from small import command_config, write_json
 from tool_learning import TOOLS, write_language
 
 import llava_fsdp
+from llava_fsdp.config import EvaluateConfig
 from llava_fsdp.data.toy_shapes import COLOURS, SIZES, Scene, draw_picture
+from llava_fsdp.evaluate.main import evaluate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -40,28 +42,40 @@ def write_images(folder: Path) -> None:
     write_language(folder / "language", [json.dumps(record) for record in records[:300]])
 
 
-def train(stage: str, folder: Path, *words: str) -> list[dict[str, float]]:
-    """Train on the images of `write_images`; return the rows of its validations."""
-    cfg = llava_fsdp.compose(stage, [
+def train(stage: str, folder: Path, *words: str) -> None:
+    llava_fsdp.train(llava_fsdp.compose(stage, [
         "activation_checkpointing=none", "micro_batch_size=16", "global_batch_size=16", "data=llava_json",
-        f"data.images={folder / 'images'}", f"val.images={folder / 'images'}", "data.examine=lazy", "data.workers=0",
-        "data.template=v1", "precision=fp32", "compile=false", "checkpoint.every=null", "export.dtype=fp32",
-        "export.verify=false", "epochs=9", "optim.projector_lr=null", f"output_dir={folder / stage}", *words,
-    ])  # fmt: skip
-    llava_fsdp.train(cfg)
-    return [json.loads(line) for line in (folder / stage / "validation.jsonl").read_text().splitlines()]
+        f"data.images={folder / 'images'}", "data.examine=lazy", "data.workers=0", "data.template=v1", "precision=fp32",
+        "compile=false", "checkpoint.every=null", "export.dtype=fp32", "export.verify=false", "epochs=9",
+        "optim.projector_lr=null", f"output_dir={folder / stage}", *words,
+    ]))  # fmt: skip
+
+
+def measured(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
+    """Shares of the held-out pairs whose right answer is more probable, and of the right answers that a model gives."""
+    data = run.parent
+    common = f"model.checkpoint={run}", "data=llava_json", f"data.images={data / 'images'}", "format=json"
+    found = []
+    for words in (
+        ("task=pairs", f"data.path={data / 'held_out_pairs.json'}"),
+        (f"data.path={data / 'held_out.json'}", "blank=false", "max_new_tokens=8"),
+    ):
+        capsys.readouterr()
+        evaluate(command_config(EvaluateConfig, "evaluate", *common, *words))
+        found.append(json.loads(capsys.readouterr().out)["accuracy"])
+    return found[0], found[1]
 
 
 @pytest.mark.timeout(1800)  # two minutes on an idle core
-def test_a_model_prefers_the_right_colour_after_100_steps(tmp_path: Path) -> None:
-    """Its accuracy on held-out pairs, and that of its own answers, both rise."""
+def test_a_model_prefers_the_right_colour_after_100_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On held-out images, both of its pairs and of its own answers more are right than before."""
     write_images(tmp_path)
-    parts = f"model.language={tmp_path / 'language'}", "model.vision=package:tiny-clip"
-    random_weights = "model.projector=random", "model.random_weights=true"
-    taught = f"data.path={tmp_path / 'taught.json'}", f"val.path={tmp_path / 'held_out.json'}"
-    common = *parts, *random_weights, *taught
-    (before,) = train("finetune", tmp_path, *common, "optim.lr=3e-3", "max_steps=60", "val.every=60")
-    pairs = f"data.path={tmp_path / 'pairs.json'}", f"val.path={tmp_path / 'held_out_pairs.json'}"
-    steps = "max_steps=100", "val.every=1", "optim.lr=1e-3"
-    rows = train("prefer", tmp_path, f"model.checkpoint={tmp_path / 'finetune'}", *pairs, *steps)
-    print(before, rows[0], rows[-1])
+    parts = f"model.language={tmp_path / 'language'}", "model.vision=package:tiny-clip", "model.random_weights=true"
+    taught = "model.projector=random", f"data.path={tmp_path / 'taught.json'}", "optim.lr=3e-3", "max_steps=60"
+    train("finetune", tmp_path, *parts, *taught)
+    before = measured(tmp_path / "finetune", capsys)
+    pairs = f"model.checkpoint={tmp_path / 'finetune'}", f"data.path={tmp_path / 'pairs.json'}"
+    train("prefer", tmp_path, *pairs, "max_steps=100", "optim.lr=1e-3", "pref.sft_weight=1")
+    after = measured(tmp_path / "prefer", capsys)
+    with capsys.disabled():
+        print(before, after)

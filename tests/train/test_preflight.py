@@ -333,7 +333,7 @@ def test_plan_prepare_and_dry_run_check_first(
     ]
     command = [sys.executable, "-m", f"llava_fsdp.{module}", *words, f"output_dir={tmp_path / 'out'}", more]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=200)
-    assert done.stderr.count("train refuses this configuration: ") == 1, done.stderr
+    assert done.stderr.count("train would refuse this configuration") == 1, done.stderr
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

@@ -357,7 +357,7 @@ def report_rounding(distance_of_rounding: Distance, cfg: Config) -> None:
             "export.dtype=%s, which only writes the export anew", text, used.value,
         )  # fmt: skip
     else:
-        log().info("%s", text)
+        log().info("%s; that is usual, and a KL above %.2g would be a warning", text, LARGEST_KL)
 
 
 def live_logits(state: TrainState, micro: MicroBatch) -> torch.Tensor:

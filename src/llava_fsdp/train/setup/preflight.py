@@ -96,14 +96,16 @@ def warn_if_refused(cfg: Config, is_for_this_machine: bool = True) -> str:
         for warning in preflight(cfg, torch.device("cpu")):
             log().warning("%s", warning)
     except UnfinishedRun as error:
-        log().warning("train refuses this configuration until that run has an export: %s", error)
+        log().warning("train would refuse this configuration until that run has an export: %s", error)
     except NoProjector:
         return (
             f"model.projector={cfg.model.projector}: there is no such projector yet, which stage=pretrain trains. Only "
             "train needs it: this command does not"
         )
     except LlavaFsdpError as error:
-        log().warning("train refuses this configuration: %s: %s", type(error).__name__, error)
+        log().warning(
+            "train would refuse this configuration; this command goes on. %s: %s", type(error).__name__, error
+        )
     return ""
 
 
