@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from llava_fsdp.config import AspectRatio, DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.config import AspectRatio, DType, FolderFormat, LinearKind, Quantizer, Which
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.export.prove import verify_logits
 from llava_fsdp.export.prove.logit_distance import Distance, distance
@@ -154,7 +154,7 @@ def test_an_export_is_said_before_it_is_written(
     state: Any = SimpleNamespace(sources={}, run="run", step=3)
     cfg: Any = SimpleNamespace(
         output_dir=str(tmp_path), model=SimpleNamespace(lora=SimpleNamespace(enabled=False)),
-        export=SimpleNamespace(dtype=DType.bf16, stored=DType.bf16, verify=verify),
+        export=SimpleNamespace(dtype=DType.bf16, stored=DType.bf16, verify=verify, which=Which.last),
     )  # fmt: skip
     with pytest.raises(ModelError, match="the disk is full"):
         final_export.export(state, cfg, True)

@@ -48,7 +48,9 @@ class HostWaits:
         self._stack.close()
 
     def add(self, what: object) -> None:
-        own = [f for f in traceback.extract_stack() if "/llava_fsdp/" in f.filename]
+        own = [
+            f for f in traceback.extract_stack() if "/src/llava_fsdp/" in f.filename
+        ]  # a clone may have this name, too
         where = f"{own[-1].filename.rpartition('/')[2]} {own[-1].name}" if own else "?"
         self.seen[f"{where}: {what}"] += 1
 
