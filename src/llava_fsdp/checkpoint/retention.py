@@ -40,7 +40,8 @@ def write_best(parent: Path, step: int | None) -> None:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """Return the folder of the checkpoint with the best validation of a run. Raise CheckpointError if there is none."""
+    """Return the folder of the checkpoint with the best validation of a run. Raise CheckpointError if it keeps
+    no best checkpoint, or that one is missing."""
     pointer = run / FOLDER / BEST
     if not pointer.is_file():
         raise CheckpointError(

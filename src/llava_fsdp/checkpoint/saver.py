@@ -188,7 +188,7 @@ class Saver:
 
     def keep_best(self, step: int | None) -> None:
         """Keep the checkpoint of the step with the best validation beside the newest ones, as soon as it is complete.
-        Does not wait for it. `step`: None if there is none."""
+        Does not wait for it. `step`: None if no validation is the best yet."""
         self.writer.submit(self.committer.keep_best, step)  # behind the save that is under way
 
     def reset_saved_step(self) -> None:

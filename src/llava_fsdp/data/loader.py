@@ -326,6 +326,12 @@ class Loader:
         self.table = pixel_table(reader.preprocessor, device) if isinstance(reader, ImageReader) else None
 
     @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Digests of the records, of their encoding, and of how images are read: of all that samples consist of."""
+        steps = self.steps
+        return steps.records.fingerprint, steps.encoder.fingerprint, steps.image_reader.fingerprint
+
+    @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches that each rank has in a full step, if each sample is a padded row (not packed with
         others). A pipeline may need more of them than the samples fill."""

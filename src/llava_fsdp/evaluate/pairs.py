@@ -49,9 +49,9 @@ class PairScore:
 
     @property
     def margin_per_token(self) -> float:
-        """The same with each log-probability divided by the tokens of its answer."""
-        per_token = (own.log_probability / own.tokens for own in (self.chosen, self.rejected))
-        return next(per_token) - next(per_token)
+        """Mean log-probability of a token of the chosen answer minus that of the rejected one."""
+        chosen, rejected = self.chosen, self.rejected
+        return chosen.log_probability / chosen.tokens - rejected.log_probability / rejected.tokens
 
 
 def evaluate_pairs(cfg: EvaluateConfig) -> dict[str, Any]:

@@ -30,13 +30,13 @@ from llava_fsdp.report.run_reader import CONFIG_FILE
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.heartbeat import Phase
-from llava_fsdp.runtime.files.run_dir import FOLDER, claiming_folder, restoring_umask
+from llava_fsdp.runtime.files.run_dir import FOLDER, claiming_folder, restoring_umask, step_of
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog, WatchedRun
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export
 from llava_fsdp.train.checkpoints.replica_check import check_replicas
-from llava_fsdp.train.checkpoints.resume import continues, load_best, recorded_dtype, resume
+from llava_fsdp.train.checkpoints.resume import continues, find_best, load_weights_of, recorded_dtype, resume
 from llava_fsdp.train.events.event_order import Observed, open_events
 from llava_fsdp.train.events.held_out.answer_metric import ScoreFunction, choose_metric
 from llava_fsdp.train.events.reporting.live_page import rewrite_page
@@ -152,13 +152,23 @@ def train(
             fit(state, cfg, observers.all, watchdog)
         watchdog.at(Phase.EXPORT)
         with controller.lost_folder_explained():
-            trained_steps = state.step
-            if cfg.export.enabled and cfg.export.which is Which.best:
-                load_best(state, cfg)  # whose step is then that of the state
-            if cfg.export.enabled and not final_export.is_current(state, cfg):
-                log().info("exported to %s", final_export.export(state, cfg, world.is_first))
-            state.step = trained_steps
+            if cfg.export.enabled:
+                export_model(state, cfg, world)
         controller.stop_if_lost()
+
+
+def export_model(state: TrainState, cfg: Config, world: World) -> None:
+    """Export the trained model, or with `export.which=best` that of the best checkpoint, unless the export is there
+    already. Collective."""
+    last_step = state.step
+    best = find_best(cfg) if cfg.export.which is Which.best else None
+    if best is not None:
+        state.step = step_of(best) or last_step  # the export has this step
+    if not final_export.is_current(state, cfg):
+        if best is not None and state.step != last_step:
+            load_weights_of(state, best)
+        log().info("exported to %s", final_export.export(state, cfg, world.is_first))
+    state.step = last_step
 
 
 def agree_on_precision(cfg: Config, world: World, has_bf16_here: bool) -> Config:

@@ -127,24 +127,22 @@ def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) ->
     return checkpoint.folder
 
 
-def load_best(state: TrainState, cfg: Config) -> None:
-    """Load the weights of the best checkpoint of a finished training (`checkpoint.best`) into the state, whose `step`
-    becomes that of the checkpoint. The state can then be exported, but not trained further. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged.
-    """
+def find_best(cfg: Config) -> Path:
+    """Return the folder of the best checkpoint of a run (`checkpoint.best`). Raise CheckpointError if it keeps none.
+    Collective."""
     output = Path(cfg.output_dir)
-    folder = on_first_rank(lambda: best_checkpoint(output), f"cannot look for checkpoints in {output}")
-    if step_of(folder) == state.step:
-        return
+    return on_first_rank(lambda: best_checkpoint(output), f"cannot look for checkpoints in {output}")
+
+
+def load_weights_of(state: TrainState, folder: Path) -> None:
+    """Load a checkpoint of a finished training into its state, whose counters stay as they are. The state can then be
+    exported, but not trained further. Raise CheckpointError if the checkpoint is damaged. Collective."""
     checkpoint = verify_together(folder.resolve())
     into = tensors(state)
     elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
     on_all_ranks(lambda: load(checkpoint, into, elsewhere), f"checkpoint {folder} could not be read")
     state.masters.refresh()
-    state.step = checkpoint.facts["step"]
-    log().info("the weights of step %d are exported, whose validation is the best", state.step)
+    log().info("the weights of step %d are exported, whose validation is the best", checkpoint.facts["step"])
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

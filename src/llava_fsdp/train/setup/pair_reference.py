@@ -165,9 +165,7 @@ def open_reference(
 
 def data_digest(loader: Loader) -> str:
     """Return a digest of the records and of all that changes their token ids, labels and images."""
-    steps = loader.steps
-    of_all = steps.records.fingerprint, steps.encoder.fingerprint, steps.image_reader.fingerprint
-    return hashlib.sha256(json.dumps(of_all).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(loader.fingerprints).encode()).hexdigest()[:32]
 
 
 def batches_digest(loader: Loader) -> str:

@@ -288,8 +288,7 @@ def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]]
 
 def measured(held_out: HeldOut, cfg: Config, metric: AnswerMetric) -> str:
     """Return a digest of what a validation measures: the records, their encoding, and how answers are scored."""
-    steps, val = held_out.loader.steps, cfg.val
-    facts = steps.records.fingerprint, steps.encoder.fingerprint, steps.image_reader.fingerprint
+    val, facts = cfg.val, held_out.loader.fingerprints
     return xxh3_64_hexdigest(json.dumps([*facts, val.limit, val.answers, val.max_new_tokens, metric.name]).encode())
 
 
