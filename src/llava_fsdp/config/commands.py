@@ -265,6 +265,8 @@ class ConversionConfig:
     """Program that will read the written folder."""
     dtype: KeptDType
     """Dtype of the written weights; keep: the same as in the source."""
+    gguf_clip: bool = False
+    """With format=gguf: write a CLIP vision tower too, which llama.cpp computes wrongly."""
     base: str | None
     """Language model or whole LLaVA model to which the adapters in `source` belong; null: the model that `source`
     names."""
@@ -284,3 +286,11 @@ class ConversionConfig:
     """If `source` is a run: the step whose weights are exported; best needs checkpoint.best in the run."""
     verify: bool
     """Whether to load the written model and compare its logits with the source's."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if two keys do not go together."""
+        if self.format is not FolderFormat.gguf:
+            if self.dtype in (KeptDType.fp16, KeptDType.q8_0):
+                raise ConfigError(f"dtype={self.dtype.value} is only for format=gguf; give keep, bf16 or fp32")
+            if self.gguf_clip:
+                raise ConfigError("gguf_clip=true is only for format=gguf; leave it out")

@@ -2,7 +2,7 @@
 
 The source is the output folder of a training, one of its checkpoints, a LoRA adapter folder, or a model folder (of
 llava_fsdp, transformers or the original LLaVA). The result is a model folder for transformers or for the original
-LLaVA, or the projector file of the original LLaVA.
+LLaVA, the projector file of the original LLaVA, or GGUF files for llama.cpp.
 """
 
 import shutil
@@ -16,6 +16,7 @@ from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptD
 from llava_fsdp.data.text.chat_template.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.export.check_folders import accept
+from llava_fsdp.export.gguf.gguf_folder import MODEL, check_for_llama_cpp, prove_gguf_folder, write_gguf_folder
 from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters
 from llava_fsdp.export.prove.prove_reading import prove_reading
 from llava_fsdp.export.prove.verify_logits import Adapted, Rounded, prove, prove_merge
@@ -79,17 +80,64 @@ def export(cfg: ConversionConfig) -> Path:
         prove_merge(opened.adapted)
     sources = opened.sources if apart is None else apart.base
     dtypes = {name: tensor.dtype for name, tensor in sources.items()}
+    if cfg.format is FolderFormat.gguf:
+        check_for_llama_cpp(opened.source, cfg.gguf_clip)
+        checked = write_and_prove_gguf(opened.source, sources, dtypes, staged, cfg)
+    else:
+        checked = write_and_prove(opened.source, sources, dtypes, staged, cfg, apart)
+    publish_folder(staged, final)
+    report(opened, final, cfg.format, checked)
+    return final
+
+
+def write_and_prove(
+    source: SourceModel | WholeSource,
+    sources: dict[str, Stored],
+    dtypes: dict[str, torch.dtype],
+    staged: Path,
+    cfg: ConversionConfig,
+    apart: Adapted | None,
+) -> str:
+    """Write an export into the folder `staged`, in the dtype that `cfg` asks for, and compare it with its source,
+    unless `cfg.verify` is false. Return in words what was compared. The arguments are those of `write`."""
     if cfg.dtype is not KeptDType.keep:
         dtypes = dict.fromkeys(dtypes, DTYPES[DType(cfg.dtype.value)])
-    write(opened.source, sources, dtypes, staged, cfg, apart)
-    if cfg.verify:
-        try:
-            prove_written(opened.source, sources, dtypes, staged, cfg.format, apart)
-        except ModelError as error:
-            raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
-    publish_folder(staged, final)
-    report(opened, final, cfg)
-    return final
+    write(source, sources, dtypes, staged, cfg, apart)
+    if not cfg.verify:
+        return "not verified"
+    try:
+        prove_written(source, sources, dtypes, staged, cfg.format, apart)
+    except ModelError as error:
+        made = staged.with_suffix("")
+        raise ModelError(f"{error}\n{made} was not made; {staged} has what was written") from error
+    return "its logits are the source's"
+
+
+def write_and_prove_gguf(
+    source: SourceModel | WholeSource,
+    sources: dict[str, Stored],
+    dtypes: dict[str, torch.dtype],
+    staged: Path,
+    cfg: ConversionConfig,
+) -> str:
+    """Write GGUF files into the folder `staged`: first a folder for transformers, with weights of the source's dtypes,
+    and then the files of that. Compare each with what it was made of, unless `cfg.verify` is false. Return in words
+    what was compared. If this fails, nothing is left. The arguments are those of `write`."""
+    folder = staged.with_name(f"{staged.name}.hf")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(staged, ignore_errors=True)
+    assert cfg.to is not None
+    try:
+        write(source, sources, dtypes, folder, replace(cfg, format=FolderFormat.hf, dtype=KeptDType.keep), None)
+        if cfg.verify:
+            prove_written(source, sources, dtypes, folder, FolderFormat.hf, None)
+        write_gguf_folder(folder, staged, cfg.dtype, Path(cfg.to).name)
+        return prove_gguf_folder(folder, staged) if cfg.verify else "not verified"
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def with_best(cfg: ConversionConfig) -> ConversionConfig:
@@ -168,18 +216,19 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
         return
     if not cfg.overwrite:
         raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
-    if not any((final / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "mm_projector.safetensors")):
+    known = ("config.json", ADAPTER_CONFIG, "mm_projector.safetensors", MODEL)
+    if not any((final / name).is_file() for name in known):
         raise ConfigError(f"to={final} is not a model folder, so overwrite=true keeps it; give another folder")
 
 
-def report(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
-    """Log which folder was written, its size, who reads it, and whether it was compared with its source."""
-    checked = "its logits are the source's" if cfg.verify else "not verified"
+def report(opened: Opened, final: Path, form: FolderFormat, checked: str) -> None:
+    """Log which folder was written, its size, who reads it, and what was compared (`checked`)."""
     kinds = {
         FolderFormat.hf: "transformers",
         FolderFormat.llava: "the original LLaVA",
         FolderFormat.peft: "transformers with peft, and vLLM",
+        FolderFormat.projector: "stage 2 of LLaVA",
+        FolderFormat.gguf: "llama.cpp and Ollama",
     }
-    kind = kinds.get(cfg.format, "stage 2 of LLaVA")
     size = readable(sum(path.stat().st_size for path in final.rglob("*")))
-    log().info("%s (%s), for %s, from %s; %s", final, size, kind, opened.folder, checked)
+    log().info("%s (%s), for %s, from %s; %s", final, size, kinds[form], opened.folder, checked)

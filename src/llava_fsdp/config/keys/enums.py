@@ -318,6 +318,8 @@ class FolderFormat(Enum):
     peft = "peft"
     """Folder for the transformers library with the base model, and in its subfolder `adapter` the LoRA adapters, for
     peft and vLLM."""
+    gguf = "gguf"
+    """Folder for llama.cpp and Ollama: model.gguf, mmproj.gguf and a Modelfile."""
 
 
 OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # `raise` is a keyword of Python
@@ -325,9 +327,15 @@ OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # `raise`
 
 
 class KeptDType(Enum):
+    """Choices of `dtype` in the command `export`."""
+
     keep = "keep"
     bf16 = "bf16"
     fp32 = "fp32"
+    fp16 = "fp16"
+    """Only with format=gguf."""
+    q8_0 = "q8_0"
+    """Only with format=gguf: blocks of 32 values in 8 bits, with a common scale."""
 
 
 class Devices(Enum):

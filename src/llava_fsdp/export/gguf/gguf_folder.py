@@ -1,0 +1,123 @@
+"""Write a model folder of transformers as GGUF files, for llama.cpp and Ollama, and compare them with it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from llava_fsdp.config import KeptDType
+from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.export.gguf.gguf_writer import import_gguf
+from llava_fsdp.export.gguf.language_file import kind_of, write_language
+from llava_fsdp.export.gguf.model_folder import ModelFolder
+from llava_fsdp.export.gguf.modelfile import find_texts, modelfile
+from llava_fsdp.export.gguf.read_back import keys_of, prove_files
+from llava_fsdp.export.gguf.run_llama_cpp import has_llama_cpp, prove_by_llama_cpp
+from llava_fsdp.export.gguf.vision_file import CLIP, CLIP_FAULT, check_vision, write_vision
+from llava_fsdp.export.gguf.vocabulary import ENDS
+from llava_fsdp.export.write.formats import SourceModel, check_hf, hf_config
+from llava_fsdp.export.write.whole_folder import WholeSource
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.files.provenance import README, read_notes, write_sealed_notes
+from llava_fsdp.runtime.text.log import log
+
+MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
+KINDS = {0: "F32", 1: "F16", 7: "Q8_0", 32: "BF16"}
+"""Types of the matrices of a file, by its key `general.file_type`."""
+
+
+def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> None:
+    """Raise an error if a model cannot be written for llama.cpp.
+
+    Args:
+        with_clip: whether a CLIP tower is accepted although llama.cpp computes it wrongly.
+
+    Raises:
+        ConfigError: the package gguf is not installed.
+        ModelError: llama.cpp would compute something else with this model.
+    """
+    import_gguf()
+    if isinstance(source, WholeSource):
+        raise ModelError(
+            "format=gguf writes LLaVA models; for a whole model of transformers export format=hf, and give that folder "
+            "to llama.cpp's convert_hf_to_gguf.py"
+        )
+    check_hf(source.model, source.aspect)
+    config = hf_config(source, torch.float32, source.vocabulary).to_dict()
+    check_vision(config, with_clip)
+    kind_of(config["text_config"])
+
+
+def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -> None:
+    """Write `model.gguf`, `mmproj.gguf`, a `Modelfile` for Ollama and a `README.md` into the folder `staged`.
+
+    Args:
+        source: folder of a LLaVA in transformers' format, which `llava-fsdp export` wrote.
+        asked: dtype of the matrices; `keep`: each tensor's own.
+        name: name of the model, which llama.cpp shows.
+
+    Raises:
+        ModelError: llama.cpp would tokenize texts otherwise, or has no place for a tensor.
+    """
+    folder = ModelFolder(source)
+    staged.mkdir(parents=True)
+    write_language(folder, staged / MODEL, asked, name)
+    write_vision(folder, staged / MMPROJ, asked, name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    keys = keys_of(staged / MODEL)
+    ends = [keys[f"tokenizer.ggml.{end}_token_id"] for end in ENDS if f"tokenizer.ggml.{end}_token_id" in keys]
+    stops = [keys["tokenizer.ggml.tokens"][number] for number in ends]
+    (staged / "Modelfile").write_text(modelfile(find_texts(tokenizer), stops))
+    remarks = remarks_on(folder)
+    for remark in remarks:
+        log().warning("%s", remark)
+    (staged / README).write_text(readme(source, remarks))
+    notes = {key: value for key, value in read_notes(source).items() if key not in ("files", "digest", "dtype")}
+    write_sealed_notes(staged, {**notes, "dtype": asked.value})
+
+
+def remarks_on(folder: ModelFolder) -> list[str]:
+    """Return what llama.cpp does otherwise than training, one text for each difference."""
+    side = folder.vision["image_size"]
+    found = [
+        "llama.cpp pads an image to a square and resizes it by arithmetic of its own. Send "
+        f"images of {side} x {side} pixels, made with Pillow's bicubic filter, for the answers of training"
+        + (" after padding with the mean colour." if preprocessor_fields(folder.path).get("do_pad") else ".")
+    ]
+    if folder.vision["model_type"] == CLIP:
+        found.insert(0, f"Answers about images are wrong: {CLIP_FAULT}.")
+    return found
+
+
+def readme(source: Path, remarks: list[str]) -> str:
+    """Return the text of the folder's `README.md`."""
+    own = source / README
+    lines = [
+        "# A model for llama.cpp and Ollama",
+        "",
+        "```",
+        f"llama-server --model {MODEL} --mmproj {MMPROJ}",
+        "ollama create NAME --file Modelfile",
+        "```",
+        "",
+        "In Ollama an image stands before the question, without a line break. Write `[img]` and a line break at the "
+        "beginning of the question for the prompt of training.",
+        "",
+        *(f"- {remark}" for remark in remarks),
+    ]
+    return "\n".join(lines) + "\n" + ("\n" + own.read_text() if own.is_file() else "")
+
+
+def prove_gguf_folder(source: Path, staged: Path) -> str:
+    """Compare the GGUF files in `staged` with the model folder of which they were made: every tensor, key and token id,
+    and, if the package xllamacpp is installed, the answers of llama.cpp. Return what was compared, in words. Raise
+    ModelError if they differ."""
+    folder = ModelFolder(source)
+    prove_files(folder, staged)
+    if not has_llama_cpp():
+        return "its tensors and token ids are the source's; llama.cpp was not run (pip install xllamacpp)"
+    is_clip = folder.vision["model_type"] == CLIP
+    kind = KINDS[keys_of(staged / MODEL)["general.file_type"]]
+    found = prove_by_llama_cpp(source, staged, kind, with_images=not is_clip)
+    return f"llama.cpp answers as transformers: {found}"

@@ -1,0 +1,107 @@
+"""Write a Modelfile, with which Ollama imports GGUF files.
+
+Ollama does not read the Jinja template in a GGUF file: the Modelfile has the conversation template in the language of
+Go's text/template (https://github.com/ollama/ollama/blob/main/docs/template.mdx).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llava_fsdp.data.text.chat_template.bounded_jinja import TemplateRefused
+from llava_fsdp.export.write.chat_template import as_text, render_messages
+
+SYSTEM, QUESTIONS, ANSWERS = (
+    "Sys7em text.",
+    ("Firs7 question?", "Secon8 question?", "Thir9 question?"),
+    ("On3.", "Tw0."),
+)
+"""Texts that stand in no chat template, to find what it writes around them."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a chat template writes around the texts of a conversation.
+
+    Attributes:
+        begin: before the first question, if there is no system message.
+        before_system, after_system: around a system message, before the first question.
+        answer: between a question and its answer.
+        question: between an answer and the next question.
+    """
+
+    begin: str
+    before_system: str | None
+    after_system: str
+    answer: str
+    question: str
+
+    def render(self, system: str | None, texts: list[str]) -> str:
+        """Return a conversation (question, answer, ..., question) up to the beginning of its next answer."""
+        begin = self.begin if system is None else f"{self.before_system}{system}{self.after_system}"
+        between = [(self.answer, self.question)[n % 2] for n in range(len(texts))]
+        return begin + "".join(text + after for text, after in zip(texts, between, strict=True))
+
+
+def find_texts(tokenizer: Any) -> Texts | None:
+    """Return what the chat template of a transformers tokenizer writes around the texts of a conversation; None if a
+    conversation is not made of such texts, as where a question is written otherwise once it is answered."""
+
+    def rendered(texts: tuple[str, ...], system: str | None = None) -> str:
+        return render_messages(tokenizer, as_text(texts, system), add_generation_prompt=True)
+
+    turns = (QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1], QUESTIONS[2])
+    before_system, after_system = None, ""
+    try:
+        begin, found, answer = rendered(turns[:1]).partition(QUESTIONS[0])
+        _, answered, rest = rendered(turns[:3]).partition(ANSWERS[0])
+        question, asked, _ = rest.partition(QUESTIONS[1])
+        conversation = rendered(turns)
+    except TemplateRefused:
+        return None
+    if not (found and answered and asked):
+        return None
+    try:
+        with_system = rendered(turns, SYSTEM)
+        before_system, is_there, rest = with_system.partition(SYSTEM)
+        after_system = rest.partition(QUESTIONS[0])[0]
+        before_system = before_system if is_there else None
+    except TemplateRefused:
+        with_system = None
+    texts = Texts(begin, before_system, after_system, answer, question)
+    if texts.render(None, [*turns]) != conversation:
+        return None
+    if before_system is not None and texts.render(SYSTEM, [*turns]) != with_system:
+        return None
+    return texts
+
+
+def go_text(text: str) -> str:
+    """Return a text as it stands in a template of Go."""
+    return text.replace("{{", '{{ "{{" }}')
+
+
+def go_template(texts: Texts) -> str:
+    """Return the template in Go's language. `.Messages` has also the system message, which `.System` holds."""
+    begin = go_text(texts.begin)
+    if texts.before_system is not None:
+        system = f"{go_text(texts.before_system)}{{{{ .System }}}}{go_text(texts.after_system)}"
+        begin = f"{{{{ if .System }}}}{system}{{{{ else }}}}{begin}{{{{ end }}}}"
+    return (
+        f"{begin}{{{{ range $i, $_ := .Messages }}}}"
+        f'{{{{ if eq .Role "user" }}}}{{{{ .Content }}}}{go_text(texts.answer)}'
+        f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}'
+        f"{{{{ if gt (len (slice $.Messages $i)) 1 }}}}{go_text(texts.question)}{{{{ end }}}}"
+        "{{ end }}{{ end }}"
+    )
+
+
+def modelfile(texts: Texts | None, stops: list[str]) -> str:
+    """Return the content of a Modelfile. `stops`: texts that end an answer. Without `texts` it has no template, and
+    says so."""
+    lines = ["FROM ./model.gguf", "FROM ./mmproj.gguf"]
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop and "\n" not in stop]
+    if texts is None or '"""' in go_template(texts):
+        lines.append("# This model's chat template has no form in Ollama's language: send whole prompts with raw=true.")
+    else:
+        lines.append(f'TEMPLATE """{go_template(texts)}"""')
+    return "\n".join(lines) + "\n"
