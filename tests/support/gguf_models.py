@@ -11,7 +11,14 @@ from safetensors.torch import save_file
 from small import ASSETS, write_json
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, SiglipVisionConfig, SiglipVisionModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
 
 from llava_fsdp.export.gguf.vocabulary import RULES, built
 
@@ -49,7 +56,7 @@ def write_byte_tokenizer(folder: Path, rule: str) -> int:
     trainer = trainers.BpeTrainer(
         vocab_size=420, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    made.train_from_iterator([CORPUS + " it's I'LL don't 2024 100 1234567 ...\n\n\t x"] * 3, trainer)
+    made.train_from_iterator([CORPUS + " it's I'LL don't 2024 100 1234567 ...\n\n\t x (the (the"] * 3, trainer)
     made.save(str(folder / "tokenizer.json"))
     names = {"bos_token": special[1], "eos_token": special[2], "pad_token": special[0]}
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
@@ -100,6 +107,17 @@ def write_siglip(folder: Path) -> Path:
         folder / "preprocessor_config.json",
         preprocessor | {"do_normalize": True, "image_mean": half, "image_std": half},
     )
+    return folder
+
+
+def write_clip(folder: Path) -> Path:
+    """A CLIP tower of the same width."""
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH)).save_pretrained(folder)
+    preprocessor = {"image_processor_type": "CLIPImageProcessor", "size": SIDE, "crop_size": SIDE, "resample": 3}
+    mean = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}
+    write_json(folder / "preprocessor_config.json", preprocessor | mean | {"do_resize": True, "do_center_crop": True})
     return folder
 
 

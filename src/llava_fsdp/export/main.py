@@ -128,7 +128,8 @@ def write_and_prove_gguf(
     shutil.rmtree(staged, ignore_errors=True)
     assert cfg.to is not None
     try:
-        write(source, sources, dtypes, folder, replace(cfg, format=FolderFormat.hf, dtype=KeptDType.keep), None)
+        as_stored = replace(cfg, format=FolderFormat.hf, dtype=KeptDType.keep, gguf_clip=False)
+        write(source, sources, dtypes, folder, as_stored, None)
         if cfg.verify:
             prove_written(source, sources, dtypes, folder, FolderFormat.hf, None)
         write_gguf_folder(folder, staged, cfg.dtype, Path(cfg.to).name)

@@ -25,7 +25,8 @@ class Texts:
     Attributes:
         begin: before the first question, if there is no system message.
         before_system, after_system: around a system message, before the first question.
-        answer: between a question and its answer.
+        answer: after the last question, up to the answer to come.
+        answered: between an earlier question and its answer, which may have a space more.
         question: between an answer and the next question.
     """
 
@@ -33,13 +34,14 @@ class Texts:
     before_system: str | None
     after_system: str
     answer: str
+    answered: str
     question: str
 
     def render(self, system: str | None, texts: list[str]) -> str:
         """Return a conversation (question, answer, ..., question) up to the beginning of its next answer."""
         begin = self.begin if system is None else f"{self.before_system}{system}{self.after_system}"
-        between = [(self.answer, self.question)[n % 2] for n in range(len(texts))]
-        return begin + "".join(text + after for text, after in zip(texts, between, strict=True))
+        between = [(self.answered, self.question)[n % 2] for n in range(len(texts) - 1)]
+        return begin + "".join(text + after for text, after in zip(texts, [*between, self.answer], strict=True))
 
 
 def find_texts(tokenizer: Any) -> Texts | None:
@@ -53,12 +55,12 @@ def find_texts(tokenizer: Any) -> Texts | None:
     before_system, after_system = None, ""
     try:
         begin, found, answer = rendered(turns[:1]).partition(QUESTIONS[0])
-        _, answered, rest = rendered(turns[:3]).partition(ANSWERS[0])
-        question, asked, _ = rest.partition(QUESTIONS[1])
+        answered, was_answered, rest = rendered(turns[:3]).partition(QUESTIONS[0])[2].partition(ANSWERS[0])
+        question, was_asked, _ = rest.partition(QUESTIONS[1])
         conversation = rendered(turns)
     except TemplateRefused:
         return None
-    if not (found and answered and asked):
+    if not (found and was_answered and was_asked):
         return None
     try:
         with_system = rendered(turns, SYSTEM)
@@ -67,7 +69,7 @@ def find_texts(tokenizer: Any) -> Texts | None:
         before_system = before_system if is_there else None
     except TemplateRefused:
         with_system = None
-    texts = Texts(begin, before_system, after_system, answer, question)
+    texts = Texts(begin, before_system, after_system, answer, answered, question)
     if texts.render(None, [*turns]) != conversation:
         return None
     if before_system is not None and texts.render(SYSTEM, [*turns]) != with_system:
@@ -88,9 +90,11 @@ def go_template(texts: Texts) -> str:
         begin = f"{{{{ if .System }}}}{system}{{{{ else }}}}{begin}{{{{ end }}}}"
     return (
         f"{begin}{{{{ range $i, $_ := .Messages }}}}"
-        f'{{{{ if eq .Role "user" }}}}{{{{ .Content }}}}{go_text(texts.answer)}'
+        "{{ $last := eq (len (slice $.Messages $i)) 1 }}"
+        f'{{{{ if eq .Role "user" }}}}{{{{ .Content }}}}'
+        f"{{{{ if $last }}}}{go_text(texts.answer)}{{{{ else }}}}{go_text(texts.answered)}{{{{ end }}}}"
         f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}'
-        f"{{{{ if gt (len (slice $.Messages $i)) 1 }}}}{go_text(texts.question)}{{{{ end }}}}"
+        f"{{{{ if not $last }}}}{go_text(texts.question)}{{{{ end }}}}"
         "{{ end }}{{ end }}"
     )
 

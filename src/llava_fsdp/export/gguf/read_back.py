@@ -35,6 +35,11 @@ Q8_ERROR = (0.5 + 127 / 2048) / 127
 step to F16."""
 SMALLEST = 127 * 2.0**-25
 """Largest error of a value whose block has a step that is too small for F16."""
+TEXTS = (
+    "In 2024: 1, 12, 123 and 1234567 (the last one).", "it's, I'LL, don't; WE'VE", "a  b   c\t\td \n\n\n e\r\nf ",
+    "f(x)=[y+1]; //the end", "naïve café, résumé", "日本語とかな, русский, עברית, हिन्दी", "🙂🙃 x🙂", "!!! ... ???\n?\n",
+)  # fmt: skip
+"""Texts that splitting rules split differently."""
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "rms_norm_eps", "vocab_size",
@@ -179,7 +184,7 @@ def check_tokens(folder: Path, path: Path) -> None:
 
 def prompts_of(tokenizer: Any) -> Iterator[str]:
     """Yield prompts by the chat template of transformers' tokenizer, for test conversations that it accepts."""
-    for texts in (*PROBES, *((stretch, "") for stretch in STRETCHES)):
+    for texts in (*PROBES, *((text, "") for text in (*STRETCHES, *TEXTS))):
         for system in (None, SYSTEM_PROBE):
             try:
                 yield render_messages(tokenizer, as_text(texts, system)[:-1], add_generation_prompt=True)
