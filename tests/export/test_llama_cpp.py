@@ -108,6 +108,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True,
 
 
 @pytest.mark.slow
+@pytest.mark.consumers
 def test_llama_cpp_makes_the_same_text(tmp_path: Path) -> None:
     """With every template of LLaVA, and with every model's own of which llama.cpp itself makes what transformers makes;
     its markers stand where transformers has image tags.

@@ -209,7 +209,7 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "-k", "word")
     assert done.returncode == 0, done.stdout + done.stderr
-    marks = "not slow and not faults and not real and not any and not gpu"
+    marks = "not slow and not faults and not real and not any and not consumers and not gpu"
     assert machine.noted("pytest") == [
         f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
@@ -272,6 +272,17 @@ def test_the_tests_of_whole_models_alone_in_their_own_environment(machine: Machi
     assert "--no-deps" in machine.noted("pip")[-1] and "torchvision==0.28.0" in machine.noted("pip")[-1]
     assert machine.noted("pytest") == [
         "pytest: -m pytest -n 2 --durations=20 --dist loadgroup --no-loadscope-reorder tests/any -x"
+    ]
+
+
+def test_the_tests_of_other_programs_alone(machine: Machine) -> None:
+    """Where vLLM cannot be installed, its tests are skipped."""
+    machine.venv()
+    done = machine.bash("launch/test.sh", "--consumers", "-x")
+    assert done.returncode == 0, done.stderr
+    assert machine.noted("pytest") == [
+        "pytest: -m pytest -n 2 --durations=20 --dist loadfile --no-loadscope-reorder -m consumers tests/consumers "
+        "tests/export/test_llama_cpp.py -x"
     ]
 
 

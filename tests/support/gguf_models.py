@@ -64,8 +64,8 @@ def write_byte_tokenizer(folder: Path, rule: str) -> int:
     return made.get_vocab_size()
 
 
-def write_language(folder: Path, kind: str) -> Path:
-    """A language model with random weights whose choices are far apart."""
+def write_language(folder: Path, kind: str, **sizes: int) -> Path:
+    """A language model with random weights whose choices are far apart. `sizes` replace those of TEXT."""
     folder.mkdir(parents=True)
     settings = dict(KINDS[kind])
     rule = settings.pop("rule")
@@ -77,7 +77,7 @@ def write_language(folder: Path, kind: str) -> Path:
                 (folder / name).write_bytes((ASSETS / "tiny-llama" / name).read_bytes())
         size = FastTokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     config = AutoConfig.for_model(
-        kind.removesuffix("3") if kind == "llama3" else kind, **(TEXT | settings), vocab_size=size + 3
+        kind.removesuffix("3") if kind == "llama3" else kind, **(TEXT | settings | sizes), vocab_size=size + 3
     )
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

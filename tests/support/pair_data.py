@@ -52,6 +52,7 @@ def class_of(cfg: Config, weights: Weights) -> LlavaForConditionalGeneration:
     language, vision = (AutoConfig.from_pretrained(own) for own in (cfg.model.language, cfg.model.vision))
     config = LlavaConfig(vision_config=vision, text_config=language, image_token_id=IMAGE_TOKEN)
     config.text_config.vocab_size = language.vocab_size
+    config.text_config._experts_implementation = "eager"  # the grouped product takes no float64
     with torch.device("cpu"):
         model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float64, attn_implementation="eager")
     weights = {name: value.double() for name, value in weights.items()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
+from mixtures import mixture_parts
 from pair_data import IMAGE_TOKEN, PlainPairs, Weights, class_of, of_adapters, write_pairs
 from small import command_config, make_config
 from steps import begin
@@ -169,6 +170,33 @@ def test_a_model_that_trains_whole_has_a_stored_reference(
     forms = {"DPO": replace(FORMS["DPO"], reference=PairReference.stored)}
     run = [last_step(single_world(), cfg, forms)] if size == 1 else pools[size].run(last_step, cfg, forms)
     assert_plain(make_config(parts, dataset, tmp_path, *alone), *run[0], forms)
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [
+        pytest.param(1, ("sharding=zero3",), id="1"),
+        pytest.param(1, ("sharding=zero3", ONCE), id="1-once", marks=pytest.mark.slow),
+        pytest.param(2, ("sharding=zero3", "parallel.expert=2"), id="2"),
+        pytest.param(4, ("sharding=zero2", "parallel.expert=2"), id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_pairs_of_a_mixture_of_experts(
+    size: int,
+    keys: tuple[str, ...],
+    parts: Path,
+    dataset: Path,
+    pairs: Path,
+    pools: dict[int, RankPool],
+    tmp_path: Path,
+) -> None:
+    """Both answers choose their experts, and ranks may share these."""
+    mixture = mixture_parts("qwen3_moe", parts, tmp_path / "mixture", experts=4)
+    alone = f"data.path={pairs}", *COMMON, "stage=prefer", "optim.lr=3e-3", "micro_batch_size=1", "model.balance_loss=0"
+    cfg = make_config(mixture, dataset, tmp_path, *alone, *keys)
+    forms = {"DPO": replace(FORMS["DPO"], reference=PairReference.stored), "SimPO": FORMS["SimPO"]}
+    run = [last_step(single_world(), cfg, forms)] if size == 1 else pools[size].run(last_step, cfg, forms)
+    assert_plain(make_config(mixture, dataset, tmp_path, *alone), *run[0], forms)
 
 
 def test_a_stored_reference_continues_where_it_was_interrupted_and_refuses_other_weights(

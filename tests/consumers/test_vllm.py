@@ -1,0 +1,89 @@
+"""Exports in vLLM: the prompt's token ids, its log-probabilities and the greedy answer of transformers, for text and
+images."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from consumer_models import MODELS, TOKENS, answers_of_transformers, questions, train_model, write_images
+from small import conversion
+
+from llava_fsdp.export.main import export
+
+pytestmark = pytest.mark.consumers
+READER = Path(__file__).parents[1] / "support" / "vllm_reader.py"
+EQUAL, RESIZED = 2e-4, 0.05
+"""Largest difference of a log-probability: of a prompt without resized images, and of one with them, which vLLM resizes
+with torchvision and training with Pillow."""
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The Python of the environment with vLLM, which `launch/test.sh --consumers` makes."""
+    found = Path(os.environ.get("LLAVA_FSDP_VLLM", ".venv-vllm")) / "bin" / "python"
+    if not found.is_file():
+        pytest.skip(f"no environment with vLLM: {found} is missing (launch/test.sh --consumers)")
+    return found
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Trains a model once."""
+    made: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in made:
+            made[name] = train_model(name, tmp_path_factory.mktemp("run"))
+        return made[name]
+
+    return run
+
+
+def ask(python: Path, folder: Path, images: dict[str, list[Path]], tmp_path: Path, *more: Path) -> dict[str, Any]:
+    asked, to = tmp_path / "asked.json", tmp_path / "answers.json"
+    asked.write_text(questions(images))
+    command = [str(python.absolute()), str(READER), str(folder), str(asked), str(to), *map(str, more)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(to.read_text())
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, ours in expected.items():
+        theirs, bound = found[name], EQUAL if name in ("text", "an image of the tower's size") else RESIZED
+        assert theirs["ids"] == ours["ids"], name
+        far = max(abs(a - b) for a, b in zip(theirs["logs"], ours["logs"], strict=True))
+        print(f"{name}: log-probabilities within {far:.2g}, {len(ours['ids'])} tokens, margin {ours['margin']:.2g}")
+        assert far <= bound, name
+        if ours["margin"] > 2 * bound:
+            assert theirs["answer"] == ours["answer"] and len(ours["answer"]) == TOKENS, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_as_transformers(
+    name: str, runs: Callable[[str], Path], python: Path, images: dict[str, list[Path]], tmp_path: Path
+) -> None:
+    folder = runs(name) / "export"
+    compare(ask(python, folder, images, tmp_path), answers_of_transformers(folder, images))
+
+
+def test_adapters_by_its_own_loader(
+    runs: Callable[[str], Path], python: Path, images: dict[str, list[Path]], tmp_path: Path
+) -> None:
+    """The folder of format=peft answers as the merged export, and its base otherwise. The projector in it is the
+    trained one."""
+    run = runs("adapters, Llama and CLIP, own template")
+    made = export(conversion(run, tmp_path / "served", "format=peft"))
+    expected = answers_of_transformers(run / "export", images)
+    compare(ask(python, made, images, tmp_path, made / "adapter"), expected)
+    base = ask(python, made, images, tmp_path)
+    assert any(base[name]["logs"] != pytest.approx(ours["logs"], abs=EQUAL) for name, ours in expected.items())
