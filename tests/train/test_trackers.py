@@ -1,10 +1,13 @@
-"""TensorBoard and Weights & Biases, for real: what they were told is read back from what they wrote."""
+"""The trackers, for real: what they were told is read back from what they wrote."""
 
 import importlib.util
 import json
+import pickle
 import re
 import socket
+import sqlite3
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from llava_fsdp.runtime.files.status_file import Outcome, write_ending
 from llava_fsdp.train.events.reporting import trackers
 from llava_fsdp.train.events.reporting.reports import Reports
 from llava_fsdp.train.events.reporting.step_report import StepReport
+from llava_fsdp.train.events.reporting.tracker_classes import CLASSES
 from llava_fsdp.train.events.reporting.trackers import Trackers, check_installed, values_of_step, values_of_validation
 
 SECRET = "hf_abcdefghij0123456789xyz"
@@ -81,6 +85,55 @@ def test_tensorboard_files_are_read_back(cfg: Any, caplog: pytest.LogCaptureFixt
     written = b"".join(p.read_bytes() for p in Path(configured.output_dir).rglob("events*"))
     assert b"optim.lr" in written and b"hf_abcdefghij" not in written and b"pass-word-7" not in written
     assert not [record for record in caplog.records if record.name == "llava_fsdp"]
+
+
+def test_mlflow_has_one_run_of_two_starts(
+    cfg: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    place = (tmp_path / "mlruns").as_uri()
+    configured = cfg(f"track.mlflow={place}", "track.project=seen", "track.name=a b")
+    follow(configured, 0, 2).end(patience=60)
+    second = follow(configured, 2, 4)
+    second.validation({"step": 3, "loss": 1.5, "score": None, "sources": {}})
+    second.end(exit_code=3, patience=60)
+    client = mlflow.MlflowClient(tracking_uri=place)
+    (run,) = client.search_runs([client.get_experiment_by_name("seen").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["optim.lr"]) == ("a b", "FAILED", "0.1")
+    losses = [(own.step, own.value) for own in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sorted(losses) == [(1, 1), (2, 2), (3, 23), (4, 24)]
+    assert [own.value for own in client.get_metric_history(run.info.run_id, "validation/loss")] == [1.5]
+    written = b"".join(path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file())
+    assert b"hf_abcdefghij" not in written and b"pass-word-7" not in written
+    assert not [record for record in caplog.records if record.name == "llava_fsdp"]
+
+
+def test_trackio_has_one_run_of_two_starts(
+    cfg: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    configured = cfg("track.trackio=true", "track.project=seen", "track.name=a b")
+    program = (
+        "import sys; sys.path[:0] = [{tests!r}, {support!r}]\n"
+        "from test_trackers import follow, config_of\n"
+        "from pathlib import Path\nimport pickle\n"
+        "cfg = pickle.loads(Path(sys.argv[1]).read_bytes())\n"
+        "follow(cfg, 0, 2).end(patience=60); follow(cfg, 2, 4).end(patience=60)\n"
+    ).format(tests=str(Path(__file__).parent), support=str(Path(__file__).parents[1] / "support"))
+    (tmp_path / "cfg").write_bytes(pickle.dumps(configured))
+    # its folder is chosen when it is imported
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "cfg")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "cannot log" not in done.stderr, done.stderr[-2000:]
+    (file,) = (tmp_path / "trackio").rglob("*.db")
+    with sqlite3.connect(file) as opened:
+        rows = opened.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert {name for name, _, _ in rows} == {"a b-abc123"}
+    assert [(step, json.loads(text)["train/loss"]) for _, step, text in rows] == [(1, 1), (2, 2), (3, 23), (4, 24)]
+    assert b"hf_abcdefghij" not in file.read_bytes() and b"pass-word-7" not in file.read_bytes()
 
 
 @pytest.mark.slow
@@ -192,10 +245,10 @@ def test_a_tracker_that_fails_leaves_the_other_one(
     cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Unopened:
-        def __init__(self, run: Trackers):
+        def __init__(self, *given: object):
             raise OSError("no folder")
 
-    monkeypatch.setattr(trackers, "TensorBoard", Unopened)
+    monkeypatch.setitem(CLASSES, "tensorboard", Unopened)
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     follow(cfg("track.tensorboard=true", "track.wandb=offline"), 0, 2).end()
@@ -207,13 +260,13 @@ def test_what_a_tracker_raises_is_a_warning(
     cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
-        def __init__(self, run: Trackers):
+        def __init__(self, *given: object):
             pass
 
         def log(self, step: int, values: dict[str, float]) -> None:
             raise RuntimeError("no room")
 
-    monkeypatch.setattr(trackers, "TensorBoard", Broken)
+    monkeypatch.setitem(CLASSES, "tensorboard", Broken)
     follow(cfg("track.tensorboard=true"), 0, 3).end()
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "no room" in caplog.text
 
@@ -222,10 +275,10 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stuck:
-        def __init__(self, run: Trackers):
+        def __init__(self, *given: object):
             time.sleep(3600)
 
-    monkeypatch.setattr(trackers, "TensorBoard", Stuck)
+    monkeypatch.setitem(CLASSES, "tensorboard", Stuck)
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     found = follow(cfg("track.tensorboard=true"), 0, 10)
     found.end(patience=0.2)
@@ -262,9 +315,12 @@ def test_without_a_wish_there_is_no_thread(cfg: Any) -> None:
     assert follow(cfg(), 0, 2).thread is None
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_said_at_the_door(name: str, cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    value = "true" if name == "tensorboard" else "online"
+@pytest.mark.parametrize(
+    ("name", "value"), [("tensorboard", "true"), ("wandb", "online"), ("mlflow", "file:runs"), ("trackio", "true")]
+)
+def test_a_missing_package_is_said_at_the_door(
+    name: str, value: str, cfg: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda found: None)
     with pytest.raises(ConfigError, match=rf"track\.{name}={value} needs .*llava-fsdp\[{name}\]"):
         check_installed(cfg(f"track.{name}={value}").track)

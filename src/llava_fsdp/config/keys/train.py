@@ -210,17 +210,20 @@ class NumericConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """Configuration keys of the trackers (TensorBoard, Weights & Biases), to which rank 0 sends the metrics of training
-    and validation."""
+    """Configuration keys of the trackers, to which rank 0 sends the metrics of training and validation."""
 
     tensorboard: bool = False
     """Whether to write event files to output_dir/tensorboard."""
     wandb: WandbMode = WandbMode.off
     """Whether and how Weights & Biases records the run."""
+    mlflow: str | None = None
+    """Where MLflow records the run, as its tracking URI (http://HOST, sqlite:///FILE); null: not."""
+    trackio: bool = False
+    """Whether Trackio records the run."""
     project: str = "llava_fsdp"
-    """Name of the project in Weights & Biases."""
+    """Name of the project in the trackers."""
     name: str | None = None
-    """Name of the run in Weights & Biases; null: the name of output_dir."""
+    """Name of the run in the trackers; null: the name of output_dir."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -37,7 +37,8 @@ SMALLEST = 127 * 2.0**-25
 """Largest error of a value whose block has a step that is too small for F16."""
 TEXTS = (
     "In 2024: 1, 12, 123 and 1234567 (the last one).", "it's, I'LL, don't; WE'VE", "a  b   c\t\td \n\n\n e\r\nf ",
-    "f(x)=[y+1]; //the end", "naïve café, résumé", "日本語とかな, русский, עברית, हिन्दी", "🙂🙃 x🙂", "!!! ... ???\n?\n",
+    "f(x)=[y+1]; //the end", "naïve café, résumé", "日本語とかな, русский, עברית, हिन्दी", "🙂🙃 x🙂",
+    "!!! ... ???\n?\n",
 )  # fmt: skip
 """Texts that splitting rules split differently."""
 SIZES = (

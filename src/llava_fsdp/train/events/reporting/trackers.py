@@ -1,4 +1,4 @@
-"""Log a training to the trackers, TensorBoard and Weights & Biases, on rank 0.
+"""Log a training to the trackers (TensorBoard, Weights & Biases, MLflow, Trackio), on rank 0.
 
 A tracker must neither slow training down nor end it. Therefore rows are put into a queue, and a thread sends them to
 the trackers; after an error a tracker is closed with a warning. The thread is started with the first row, which is
@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import Config, TrackConfig, WandbMode
@@ -21,9 +20,9 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, redact_values, secrets_of
 from llava_fsdp.train.events.reporting.step_report import StepReport
+from llava_fsdp.train.events.reporting.tracker_classes import CLASSES, TrackedRun, Tracker
 from llava_fsdp.train.state import StepResult
 
-FOLDER = "tensorboard"
 MOST_WAITING = 20_000
 """Maximum number of rows in the queue. Further rows are dropped."""
 PATIENCE = 15
@@ -40,14 +39,22 @@ NAMES = {
 """Column of metrics.jsonl -> its name in the trackers."""
 
 
+def chosen(cfg: TrackConfig) -> list[str]:
+    """Return the keys of the trackers that are on."""
+    on = {
+        "tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off, "mlflow": cfg.mlflow is not None,
+        "trackio": cfg.trackio,
+    }  # fmt: skip
+    return [key for key, is_on in on.items() if is_on]
+
+
 def check_installed(cfg: TrackConfig) -> None:
     """Raise ConfigError if the package of an enabled tracker is not installed."""
-    is_wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
-    for name, on in is_wanted.items():
-        if on and importlib.util.find_spec(name) is None:
-            value = "true" if name == "tensorboard" else cfg.wandb.value
+    for key in chosen(cfg):
+        if importlib.util.find_spec(key) is None:
+            value = written(getattr(cfg, key)) if key != "wandb" else cfg.wandb.value
             raise ConfigError(
-                f"track.{name}={value} needs the package {name}: pip install 'llava-fsdp[{name}]', or leave it out"
+                f"track.{key}={value} needs the package {key}: pip install 'llava-fsdp[{key}]', or leave it out"
             )
 
 
@@ -83,16 +90,14 @@ class Trackers(StepReport):
             values: the configuration: dotted key -> value.
         """
         self.cfg = cfg
-        self.first_step = first_step
-        self.name = run
-        self.about = about
-        self.values = {
+        shown = {
             key: value if isinstance(value, int | float) else written(value)
             for key, value in redact_values(values, secrets_of()).items()
         }
+        self.run = TrackedRun(run, first_step, {**shown, **flat_about(about)})
         self.queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
         self.thread: threading.Thread | None = None
-        self.is_enabled = cfg.track.tensorboard or cfg.track.wandb is not WandbMode.off
+        self.is_enabled = bool(chosen(cfg.track))
         self.exit_code = 0
         self.num_dropped = 0
 
@@ -121,11 +126,10 @@ class Trackers(StepReport):
     def work(self) -> None:
         """Body of the thread: open the trackers, log the queued values until `end` queues None, and close the
         trackers."""
-        trackers: list[TensorBoard | WeightsAndBiases] = []
-        with logged_errors("TensorBoard cannot log this run"):
-            trackers += [TensorBoard(self)] if self.cfg.track.tensorboard else []
-        with logged_errors("Weights & Biases cannot log this run"):
-            trackers += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
+        trackers: list[Tracker] = []
+        for key in chosen(self.cfg.track):
+            with logged_errors(f"{CLASSES[key].__name__} cannot log this run"):
+                trackers.append(CLASSES[key](self.cfg, self.run))
         while (queued := self.queue.get()) is not None:
             step, values = queued
             for tracker in list(trackers):
@@ -138,8 +142,8 @@ class Trackers(StepReport):
                 tracker.close(self.exit_code)
 
     def end(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
-        """Wait at most `patience` seconds until the queued values are logged and the trackers (TensorBoard, Weights &
-        Biases) are closed. `exit_code` is the training's exit code, which Weights & Biases shows."""
+        """Wait at most `patience` seconds until the queued values are logged and the trackers are
+        closed. `exit_code` is the training's exit code, which some of them show."""
         if self.thread is None:
             return
         self.exit_code = exit_code
@@ -167,64 +171,6 @@ def logged_errors(what: str) -> Iterator[list[None]]:
     except Exception as error:
         without_error.clear()
         log().warning("%s (%s: %s)", what, type(error).__name__, " ".join(str(error).split())[:500])
-
-
-class TensorBoard:
-    """Writes event files of TensorBoard. If a resumed run repeats steps, TensorBoard shows the repetition."""
-
-    def __init__(self, run: Trackers):
-        """Open an event file for the steps after `run.first_step`, and log the run's settings in it as text."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = Path(run.cfg.output_dir) / FOLDER
-        self.writer = SummaryWriter(str(folder), purge_step=run.first_step + 1, flush_secs=10)
-        text = "\n".join(f"    {key}: {value}" for key, value in {**run.values, **flat_about(run.about)}.items())
-        self.writer.add_text("run", text, run.first_step + 1)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log values of a step, by their names in TensorBoard."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self, exit_code: int) -> None:
-        self.writer.close()
-
-
-class WeightsAndBiases:
-    """Logs to Weights & Biases. A training that resumes continues its run there. Local files are in
-    `output_dir/wandb`."""
-
-    def __init__(self, run: Trackers):
-        """Create the run, or continue it under its id. wandb is imported here because it is optional."""
-        import wandb
-
-        cfg, folder = run.cfg.track, Path(run.cfg.output_dir)
-        self.run = wandb.init(
-            project=cfg.project,
-            name=cfg.name or folder.resolve().name,
-            id=run.name,
-            dir=str(folder),
-            mode=cfg.wandb.value,  # pyright: ignore[reportArgumentType]
-            resume="allow" if cfg.wandb is WandbMode.online else None,
-            config={**run.values, **flat_about(run.about)},
-            # wandb's own metadata would contain the command line, the user and the machine
-            settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_meta=True, host="-"),
-        )
-        self.run.define_metric("validation/step")
-        self.run.define_metric("validation*", step_metric="validation/step")
-        self.teardown = wandb.teardown
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log values of a step. Those of a validation are logged at the current step, because Weights & Biases drops
-        values of earlier steps."""
-        if any(name.startswith("validation") for name in values):
-            self.run.log({"validation/step": step, **values})
-        else:
-            self.run.log(values, step=step)
-
-    def close(self, exit_code: int) -> None:
-        self.run.finish(exit_code=exit_code)
-        self.teardown()  # waits for wandb's process, which writes the last rows and is killed together with this one
 
 
 def flat_about(about: dict[str, Any]) -> dict[str, str]:
