@@ -149,19 +149,34 @@ def test_an_export_is_the_trained_model_for_transformers(name: str, whole: Whole
     examples = [example_of(model, record) for record in model.records("eight")]
     (step, *_) = agreed_steps(state.loader, 0)
     seen = set()
+    # In float32 the rounding of a class may be larger than the bound: 2e-4 with linear attention. The grouped product
+    # of experts takes no float64.
+    dtype = torch.float32 if any("experts" in key for key, _ in exported.named_parameters()) else torch.float64
+    state.model.to(dtype)
+    exported.to(dtype)
     for micro in step.micro_batches:
-        inputs = state.loader.to_device(micro).inputs
+        inputs = cast(state.loader.to_device(micro).inputs, dtype)
         row = inputs["input_ids"][0]  # a blank image in the second row may be longer
         (number,) = (n for n, own in enumerate(examples) if torch.equal(row[: len(own.ids)], own.ids))
         with torch.no_grad():
             own = state.model(**inputs, return_logits=True)
-            theirs = exported(**examples[number].inputs, use_cache=False).logits[0, inputs["label_positions"]]
+            theirs = exported(**cast(examples[number].inputs, dtype), use_cache=False).logits
+            theirs = theirs[0, inputs["label_positions"]]
         assert float((own - theirs).abs().max()) < TOLERANCE * float(theirs.abs().max())
         seen.add(number)
     assert len(step.micro_batches) == len(seen) == len(examples) == 8
+    state.model.float()
+    exported.float()
     for number in (0, 1, 3):  # all images are in the first question
         example = examples[number]
         assert greedy_tokens(state.model, example) == tokens_of_class(exported, example)
+
+
+def cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """Inputs of a forward pass with their floating point values in another dtype."""
+    if isinstance(inputs, dict):
+        return {name: cast(value, dtype) for name, value in inputs.items()}
+    return inputs.to(dtype) if isinstance(inputs, torch.Tensor) and inputs.is_floating_point() else inputs
 
 
 def greedy_tokens(model: Any, example: Example) -> list[int]:

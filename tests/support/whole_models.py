@@ -115,8 +115,14 @@ class WholeModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """transformers' own. It reads videos with transformers' reader for PyAV: its default is another library."""
+        """transformers' own. It reads videos with transformers' reader for PyAV: its default is another library.
+
+        For families that are trained as LLaVA it resizes images with Pillow, as training does, also where torchvision
+        is installed.
+        """
         processor = transformers.AutoProcessor.from_pretrained(self.folder)
+        if self.name in LLAVA:
+            processor.image_processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
         if hasattr(processor, "video_processor"):
             processor.video_processor.fetch_videos = fetch_videos
         return processor
