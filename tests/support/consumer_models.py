@@ -1,24 +1,21 @@
-"""Small trained models for tests in other programs, and transformers' answers about their exports.
+"""Small trained models for tests in other programs, and questions about images.
 
 Sizes of attention heads are multiples of 32, which vLLM's attention on a CPU needs.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
-import torch
 from gguf_models import SIDE, write_clip, write_language, write_siglip
 from PIL import Image
 from small import make_config, write_dataset
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from llava_fsdp.train import main as train
 
 TOKENS = 12
 SIZES = {"hidden_size": 128, "head_dim": 32}
 COMMON = ["model.random_weights=false", "max_steps=3", "global_batch_size=4", "micro_batch_size=4", "optim.lr=1e-3",
-          "export.enabled=true", "export.dtype=fp32", "export.verify=true", "checkpoint.keep=1"]  # fmt: skip
+          "export.enabled=true", "export.dtype=fp32", "export.verify=true", "checkpoint.keep=2"]  # fmt: skip
 PINPOINTS = f"[[{2 * SIDE},{SIDE}],[{SIDE},{2 * SIDE}],[{2 * SIDE},{2 * SIDE}]]"
 OWN, ALL = "data.template=auto", "model.select_feature=auto"
 MODELS: dict[str, tuple[str, str, str, list[str]]] = {
@@ -66,33 +63,7 @@ def write_images(folder: Path) -> dict[str, list[Path]]:
     return made
 
 
-@torch.no_grad()
-def answers_of_transformers(export: Path, images: dict[str, list[Path]]) -> dict[str, dict[str, Any]]:
-    """For each question the prompt's token ids with the log-probability of each, and the greedy answer of TOKENS tokens
-    with the smallest difference of log-probability between a first and a second choice."""
-    processor: Any = AutoProcessor.from_pretrained(export)
-    model: Any = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
-    found = {}
-    for name, (question, _) in CASES.items():
-        content = [{"type": "image"}] * len(images[name]) + [{"type": "text", "text": question}]
-        prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        opened = [Image.open(path) for path in images[name]]
-        inputs = processor(text=prompt, images=opened or None, add_special_tokens=False, return_tensors="pt")
-        ids = inputs["input_ids"][0]
-        length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
-        made = model.generate(**inputs, **length, do_sample=False, output_scores=True, return_dict_in_generate=True)
-        logs = model(**inputs).logits[0].float().log_softmax(-1)
-        best = torch.stack(made.scores)[:, 0].float().log_softmax(-1).topk(2).values
-        found[name] = {
-            "ids": ids.tolist(),
-            "logs": logs[:-1].gather(1, ids[1:, None])[:, 0].tolist(),
-            "answer": made.sequences[0, len(ids) :].tolist(),
-            "margin": float((best[:, 0] - best[:, 1]).min()),
-        }
-    return found
-
-
 def questions(images: dict[str, list[Path]]) -> str:
-    """The questions in JSON, for programs of other environments."""
+    """The questions in JSON, for `transformers_reader` and `vllm_reader`."""
     cases = [{"name": n, "text": text, "images": [str(p) for p in images[n]]} for n, (text, _) in CASES.items()]
     return json.dumps({"tokens": TOKENS, "cases": cases})

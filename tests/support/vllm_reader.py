@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-import torchvision_on_cpu  # noqa: F401  (before transformers)
 from PIL import Image
 
 os.environ |= {
