@@ -62,14 +62,17 @@ def ask(python: Path, program: Any, folder: Path, images: dict[str, list[Path]],
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    compared = []
     for name, ours in expected.items():
         theirs, bound = found[name], EQUAL if name in ("text", "an image of the tower's size") else RESIZED
         assert theirs["ids"] == ours["ids"], name
         far = max(abs(a - b) for a, b in zip(theirs["logs"], ours["logs"], strict=True))
         print(f"{name}: log-probabilities within {far:.2g}, {len(ours['ids'])} tokens, margin {ours['margin']:.2g}")
         assert far <= bound, name
-        if ours["margin"] > 2 * bound:
+        if ours["margin"] > 2 * far:
+            compared.append(name)
             assert theirs["answer"] == ours["answer"] and len(ours["answer"]) == TOKENS, name
+    assert len(compared) > 2, "of most questions all tokens are compared, and only near ties are left out"
 
 
 @pytest.mark.parametrize("name", MODELS)

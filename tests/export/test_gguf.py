@@ -27,7 +27,7 @@ from llava_fsdp.export.gguf.read_back import keys_of, prove_files
 from llava_fsdp.export.gguf.vocabulary import splitting_rule
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write.chat_template import as_text, render_messages
-from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -61,10 +61,15 @@ def folders(
     return write
 
 
+def write(folder: Path, made: Path, asked: str = "keep") -> None:
+    made.mkdir()
+    write_gguf_folder(folder, made, KeptDType(asked), "mine")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_written(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, made = folders(kind), tmp_path / "made"
-    write_gguf_folder(folder, made, KeptDType.keep, "mine")
+    write(folder, made)
     prove_files(ModelFolder(folder), made)
     if kind in ("mistral", "qwen2"):  # transformers reads no biases, scaling and head size of the others
         theirs: Any = AutoModelForCausalLM.from_pretrained(made, gguf_file="model.gguf", dtype=torch.float32).eval()
@@ -78,7 +83,7 @@ def test_every_kind_is_written(kind: str, folders: Callable[[str], Path], tmp_pa
 def test_every_type_is_written(asked: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     """Rows that are no whole blocks of q8_0 are F16, and vectors and the tower's first matrices F32."""
     folder, made = folders("qwen3"), tmp_path / "made"
-    write_gguf_folder(folder, made, KeptDType(asked), "mine")
+    write(folder, made, asked)
     prove_files(ModelFolder(folder), made)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(made / "mmproj.gguf").tensors}
     assert kinds["v.patch_embd.weight"] == kinds["v.position_embd.weight"] == kinds["mm.0.bias"] == "F32"
@@ -98,6 +103,9 @@ def test_command_writes_proves_and_leaves_nothing_else(
         "Modelfile", "README.md", "llava_fsdp.json", "mmproj.gguf", "model.gguf",
     ]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert sorted(json.loads((made / "llava_fsdp.json").read_text())["files"]) == [
+        "Modelfile", "mmproj.gguf", "model.gguf",
+    ]  # fmt: skip
     assert json.loads((made / "llava_fsdp.json").read_text())["dtype"] == "bf16"
     assert (
         str(tmp_path) not in (made / "README.md").read_text() and f"{SIDE} x {SIDE}" in (made / "README.md").read_text()
@@ -169,14 +177,33 @@ def lose(patch: pytest.MonkeyPatch, module: Any, beginning: str) -> None:
     patch.setattr(module, "tensors_of", without)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+SCALED = {
+    "the divisors of rotary frequencies are lost": lambda patch: lose(patch, language_file, "rope_freqs"),
+    "other divisors": lambda patch: patch.setattr(
+        language_file, "frequency_divisors", lambda rope, size: DIVISORS(rope | {"factor": 4.0}, size)
+    ),
+    "another epsilon of the tower": lambda patch: patch.setattr(
+        gguf.GGUFWriter, "add_vision_attention_layernorm_eps", lambda self, value: TOWER_EPSILON(self, 1e-5)
+    ),
+    "another mean": lambda patch: patch.setattr(
+        gguf.GGUFWriter, "add_vision_image_mean", lambda self, values: MEAN(self, [0.5, 0.5, 0.4])
+    ),
+    "another activation of the tower": lambda patch: patch.setattr(
+        gguf.GGUFWriter, "add_vision_use_gelu", lambda self, value: GELU(self, not value)
+    ),
+}
+DIVISORS, TOWER_EPSILON = language_file.frequency_divisors, gguf.GGUFWriter.add_vision_attention_layernorm_eps
+MEAN, GELU = gguf.GGUFWriter.add_vision_image_mean, gguf.GGUFWriter.add_vision_use_gelu
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *SCALED])
 def test_proof_sees_a_mistake(
     mistake: str, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folders("llama")
+    folder = folders("llama" if mistake in MISTAKES else "llama3")
     with monkeypatch.context() as patch:
-        MISTAKES[mistake](patch)
-        write_gguf_folder(folder, tmp_path / "made", KeptDType.keep, "mine")
+        (MISTAKES | SCALED)[mistake](patch)
+        write(folder, tmp_path / "made")
     with pytest.raises((ModelError, KeyError)):
         prove_files(ModelFolder(folder), tmp_path / "made")
 
@@ -241,7 +268,7 @@ def test_clip_is_written_with_one_key_and_a_warning(
     (changed / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="gguf_clip=true"):
         export(conversion(changed, tmp_path / "made", "format=gguf", *keys))
-    assert not (tmp_path / "made.tmp").exists() and not (tmp_path / "made.tmp.hf").exists()
+    assert not (tmp_path / "made.tmp").exists()
     made = export(conversion(changed, tmp_path / "made", "format=gguf", "gguf_clip=true", *keys))
     assert "wrong" in (made / "README.md").read_text()
     names = [tensor.name for tensor in gguf.GGUFReader(made / "mmproj.gguf").tensors]
@@ -274,6 +301,58 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+def test_tokens_with_white_space_of_their_own_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("qwen2"), tmp_path / "changed")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"][1]["rstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="rstrip"):
+        write(folder, tmp_path / "made")
+
+
+def test_the_tokenizer_s_own_end_comes_first(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """A chat template may write it; the others end an answer, too."""
+    folder = shutil.copytree(folders("qwen2"), tmp_path / "changed")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 2, 5]}))
+    write(folder, tmp_path / "made")
+    keys = keys_of(tmp_path / "made" / "model.gguf")
+    assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [2, 0, 5]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 2, 5, 6]}))
+    with pytest.raises(ModelError, match="4 tokens end"):
+        write(folder, tmp_path / "again")
+
+
+def test_a_failed_export_leaves_nothing_or_says_what(
+    sources: Callable[[str], tuple[Path, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk leaves nothing. Files that are not equal stay, and the next export replaces them."""
+    source, keys = sources("qwen2")
+    cfg = conversion(source, tmp_path / "made", "format=gguf", *keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_tensor_data", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        with pytest.raises(CheckpointError, match="cannot write"):
+            export(cfg)
+    assert [*tmp_path.iterdir()] == []
+    with monkeypatch.context() as patch:
+        patch.setattr(vision_file, "last_layer", lambda folder: 1)
+        with pytest.raises(ModelError, match=r"made was not made; .*made\.tmp has what was written"):
+            export(cfg)
+    assert (tmp_path / "made.tmp" / "model.gguf").is_file()
+    made = export(cfg)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"] and not (made / "transformers").exists()
+
+
+def test_a_folder_with_a_file_of_that_name_is_not_replaced(
+    sources: Callable[[str], tuple[Path, list[str]]], tmp_path: Path
+) -> None:
+    source, keys = sources("qwen2")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.gguf").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="not a model folder"):
+        export(conversion(source, tmp_path / "mine", "format=gguf", "overwrite=true", *keys))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_unknown_splitting_rules_are_refused(change: str, folders: Callable[[str], Path]) -> None:
     path = folders("qwen2") / "tokenizer.json"
@@ -289,14 +368,14 @@ def test_a_wrong_rule_is_seen(folders: Callable[[str], Path], tmp_path: Path, mo
     folder = folders("qwen2")
     with monkeypatch.context() as patch:
         patch.setattr(vocabulary, "splitting_rule", lambda *_: "gpt-2")
-        write_gguf_folder(folder, tmp_path / "made", KeptDType.keep, "mine")
+        write(folder, tmp_path / "made")
     with pytest.raises(ModelError, match="token ids"):
         prove_files(ModelFolder(folder), tmp_path / "made")
 
 
 def test_damage_of_one_value_is_seen(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, made = folders("qwen3"), tmp_path / "made"
-    write_gguf_folder(folder, made, KeptDType.q8_0, "mine")
+    write(folder, made, "q8_0")
     path = made / "model.gguf"
     tensor = next(t for t in gguf.GGUFReader(path, "r+").tensors if t.name == "blk.1.ffn_up.weight")
     np.asarray(tensor.data).reshape(-1)[-1] ^= 0x40

@@ -37,12 +37,14 @@ LLAMA3 = {
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"rule": "", "rope_theta": 100000.0, "tie_word_embeddings": False, "attention_bias": True},
+    "llama_legacy": {"rule": "", "rope_theta": 10000.0, "tie_word_embeddings": False},
     "llama3": {"rule": "llama-bpe", "rope_parameters": LLAMA3, "tie_word_embeddings": True},
     "mistral": {"rule": "gpt-2", "sliding_window": 512, "rms_norm_eps": 1e-5},
     "qwen2": {"rule": "qwen2", "rope_theta": 1000000.0, "tie_word_embeddings": True},
     "qwen3": {"rule": "smollm", "rope_theta": 1000000.0, "tie_word_embeddings": True},
 }
-"""Settings of each language model, and the splitting rule of its tokenizer; empty for one of pieces (`▁`)."""
+"""Settings of each language model, and the splitting rule of its tokenizer; empty for one of pieces (`▁`). That of
+`llama_legacy` puts a space before each text that follows a special token."""
 PATCH, SIDE = 14, 42
 
 
@@ -75,9 +77,16 @@ def write_language(folder: Path, kind: str, **sizes: int) -> Path:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"):
             if (ASSETS / "tiny-llama" / name).is_file():
                 (folder / name).write_bytes((ASSETS / "tiny-llama" / name).read_bytes())
+        if kind == "llama_legacy":
+            path = folder / "tokenizer.json"
+            space = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+            steps = {"normalizer": {"type": "Sequence", "normalizers": [*space]}, "pre_tokenizer": None}
+            write_json(path, json.loads(path.read_text()) | steps)
+            names = folder / "tokenizer_config.json"
+            write_json(names, json.loads(names.read_text()) | {"legacy": True})
         size = FastTokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     config = AutoConfig.for_model(
-        kind.removesuffix("3") if kind == "llama3" else kind, **(TEXT | settings | sizes), vocab_size=size + 3
+        kind if kind in ("mistral", "qwen2", "qwen3") else "llama", **(TEXT | settings | sizes), vocab_size=size + 3
     )
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -16,7 +16,13 @@ from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptD
 from llava_fsdp.data.text.chat_template.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.export.check_folders import accept
-from llava_fsdp.export.gguf.gguf_folder import MODEL, check_for_llama_cpp, prove_gguf_folder, write_gguf_folder
+from llava_fsdp.export.gguf.gguf_folder import (
+    MODEL,
+    TRANSFORMERS,
+    check_for_llama_cpp,
+    prove_gguf_folder,
+    write_gguf_folder,
+)
 from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters
 from llava_fsdp.export.prove.prove_reading import prove_reading
 from llava_fsdp.export.prove.verify_logits import Adapted, Rounded, prove, prove_merge
@@ -27,11 +33,14 @@ from llava_fsdp.export.write.formats import SourceModel, write_folder, write_not
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG
+from llava_fsdp.model.sources.llava_v1_5_config import write_json
 from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.files.provenance import NOTES
+from llava_fsdp.runtime.files.durable_files import make_empty
+from llava_fsdp.runtime.files.provenance import NOTES, write_sealed_notes
 from llava_fsdp.runtime.text.humanize import readable
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading
@@ -120,25 +129,33 @@ def write_and_prove_gguf(
     staged: Path,
     cfg: ConversionConfig,
 ) -> str:
-    """Write GGUF files into the folder `staged`: first a folder for transformers, with weights of the source's dtypes,
-    and then the files of that. Compare each with what it was made of, unless `cfg.verify` is false. Return in words
-    what was compared. If this fails, nothing is left. The arguments are those of `write`."""
-    folder = staged.with_name(f"{staged.name}.hf")
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(staged, ignore_errors=True)
+    """Write GGUF files into the folder `staged`: first a folder for transformers in it, with weights of the source's
+    dtypes, and then the files of that. Compare each with what it was made of, unless `cfg.verify` is false. Return in
+    words what was compared. If the files cannot be written, nothing is left. The arguments are those of `write`."""
+    folder = staged / TRANSFORMERS
     assert cfg.to is not None
+    on_first_rank(lambda: make_empty(staged), f"cannot write {staged}")
     try:
+        write_json(staged / NOTES, {})  # by which the next export sees that it may replace the folder
         as_stored = replace(cfg, format=FolderFormat.hf, dtype=KeptDType.keep, gguf_clip=False)
         write(source, sources, dtypes, folder, as_stored, None)
         if cfg.verify:
             prove_written(source, sources, dtypes, folder, FolderFormat.hf, None)
-        write_gguf_folder(folder, staged, cfg.dtype, Path(cfg.to).name)
-        return prove_gguf_folder(folder, staged) if cfg.verify else "not verified"
+        name = Path(cfg.to).name
+        notes = on_first_rank(lambda: write_gguf_folder(folder, staged, cfg.dtype, name), f"cannot write {staged}")
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    checked = "not verified"
+    if cfg.verify:
+        try:
+            checked = prove_gguf_folder(folder, staged)
+        except ModelError as error:
+            made = staged.with_suffix("")
+            raise ModelError(f"{error}\n{made} was not made; {staged} has what was written") from error
+    shutil.rmtree(folder)
+    write_sealed_notes(staged, notes)
+    return checked
 
 
 def with_best(cfg: ConversionConfig) -> ConversionConfig:
@@ -217,8 +234,9 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
         return
     if not cfg.overwrite:
         raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
-    known = ("config.json", ADAPTER_CONFIG, "mm_projector.safetensors", MODEL)
-    if not any((final / name).is_file() for name in known):
+    known = ("config.json", ADAPTER_CONFIG, "mm_projector.safetensors")
+    is_gguf = (final / MODEL).is_file() and (final / NOTES).is_file()
+    if not is_gguf and not any((final / name).is_file() for name in known):
         raise ConfigError(f"to={final} is not a model folder, so overwrite=true keeps it; give another folder")
 
 

@@ -217,13 +217,13 @@ class TrackConfig:
     wandb: WandbMode = WandbMode.off
     """Whether and how Weights & Biases records the run."""
     mlflow: str | None = None
-    """Where MLflow records the run, as its tracking URI (http://HOST, sqlite:///FILE); null: not."""
+    """Address of an MLflow server."""
     trackio: bool = False
-    """Whether Trackio records the run."""
+    """Whether Trackio records."""
     project: str = "llava_fsdp"
-    """Name of the project in the trackers."""
+    """Project in the trackers."""
     name: str | None = None
-    """Name of the run in the trackers; null: the name of output_dir."""
+    """Run in the trackers; null: the name of output_dir."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """Write a model folder of transformers as GGUF files, for llama.cpp and Ollama, and compare them with it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ from llava_fsdp.export.gguf.language_file import kind_of, write_language
 from llava_fsdp.export.gguf.model_folder import ModelFolder
 from llava_fsdp.export.gguf.modelfile import find_texts, modelfile
 from llava_fsdp.export.gguf.read_back import keys_of, prove_files
-from llava_fsdp.export.gguf.run_llama_cpp import has_llama_cpp, prove_by_llama_cpp
+from llava_fsdp.export.gguf.run_llama_cpp import NoAnswer, has_llama_cpp, prove_by_llama_cpp
 from llava_fsdp.export.gguf.vision_file import CLIP, CLIP_FAULT, check_vision, write_vision
-from llava_fsdp.export.gguf.vocabulary import ENDS
+from llava_fsdp.export.gguf.vocabulary import ENDS, normalizes, splitting_rule
 from llava_fsdp.export.write.formats import SourceModel, check_hf, hf_config
 from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.provenance import README, read_notes, write_sealed_notes
+from llava_fsdp.runtime.files.provenance import README, read_notes
+from llava_fsdp.runtime.files.safe_load import LARGE, read_json
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.humanize import readable
 from llava_fsdp.runtime.text.log import log
 
 MODEL, MMPROJ = "model.gguf", "mmproj.gguf"
-KINDS = {0: "F32", 1: "F16", 7: "Q8_0", 32: "BF16"}
-"""Types of the matrices of a file, by its key `general.file_type`."""
+TRANSFORMERS = "transformers"
+"""Subfolder with the model in transformers' format, of which the files are made; it is removed at the end."""
 
 
 def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> None:
@@ -47,10 +51,14 @@ def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> N
     config = hf_config(source, torch.float32, source.vocabulary).to_dict()
     check_vision(config, with_clip)
     kind_of(config["text_config"])
+    tokenizer = source.model.parts.language_folder / "tokenizer.json"
+    if tokenizer.is_file():
+        splitting_rule(read_json(tokenizer, largest=LARGE), tokenizer)
 
 
-def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -> None:
-    """Write `model.gguf`, `mmproj.gguf`, a `Modelfile` for Ollama and a `README.md` into the folder `staged`.
+def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -> dict[str, Any]:
+    """Write `model.gguf`, `mmproj.gguf`, a `Modelfile` for Ollama and a `README.md` into the folder `staged`, which
+    exists. Return what its `llava_fsdp.json` is to say besides digests.
 
     Args:
         source: folder of a LLaVA in transformers' format, which `llava-fsdp export` wrote.
@@ -61,7 +69,6 @@ def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -
         ModelError: llama.cpp would tokenize texts otherwise, or has no place for a tensor.
     """
     folder = ModelFolder(source)
-    staged.mkdir(parents=True)
     write_language(folder, staged / MODEL, asked, name)
     write_vision(folder, staged / MMPROJ, asked, name)
     tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
@@ -74,7 +81,7 @@ def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -
         log().warning("%s", remark)
     (staged / README).write_text(readme(source, remarks))
     notes = {key: value for key, value in read_notes(source).items() if key not in ("files", "digest", "dtype")}
-    write_sealed_notes(staged, {**notes, "dtype": asked.value})
+    return {**notes, "dtype": asked.value}
 
 
 def remarks_on(folder: ModelFolder) -> list[str]:
@@ -85,6 +92,13 @@ def remarks_on(folder: ModelFolder) -> list[str]:
         f"images of {side} x {side} pixels, made with Pillow's bicubic filter, for the answers of training"
         + (" after padding with the mean colour." if preprocessor_fields(folder.path).get("do_pad") else ".")
     ]
+    if normalizes(folder.path):
+        found.append(
+            "llama.cpp does not bring a text into Unicode's form NFC, as training did; send texts in this form."
+        )
+    window = folder.language.get("sliding_window")
+    if folder.language["model_type"] == "mistral" and window:
+        found.append(f"llama.cpp has no sliding window of {window} tokens for this model: keep conversations shorter.")
     if folder.vision["model_type"] == CLIP:
         found.insert(0, f"Answers about images are wrong: {CLIP_FAULT}.")
     return found
@@ -101,12 +115,13 @@ def readme(source: Path, remarks: list[str]) -> str:
         "ollama create NAME --file Modelfile",
         "```",
         "",
-        "In Ollama an image stands before the question, without a line break. Write `[img]` and a line break at the "
-        "beginning of the question for the prompt of training.",
+        "Ollama was not tried. By its documents an image stands before the question, without a line break. For the "
+        "prompt of training begin the question with `[img]` and a line break.",
         "",
         *(f"- {remark}" for remark in remarks),
     ]
-    return "\n".join(lines) + "\n" + ("\n" + own.read_text() if own.is_file() else "")
+    text = "\n".join(lines) + "\n"
+    return f"{text}\n## In transformers\n\n{own.read_text()}" if own.is_file() else text
 
 
 def prove_gguf_folder(source: Path, staged: Path) -> str:
@@ -115,9 +130,15 @@ def prove_gguf_folder(source: Path, staged: Path) -> str:
     ModelError if they differ."""
     folder = ModelFolder(source)
     prove_files(folder, staged)
+    equal = "its tensors and token ids are the source's"
     if not has_llama_cpp():
-        return "its tensors and token ids are the source's; llama.cpp was not run (pip install xllamacpp)"
-    is_clip = folder.vision["model_type"] == CLIP
-    kind = KINDS[keys_of(staged / MODEL)["general.file_type"]]
-    found = prove_by_llama_cpp(source, staged, kind, with_images=not is_clip)
+        return f"{equal}; llama.cpp was not run (pip install xllamacpp)"
+    needed = 4 * sum(math.prod(tensor.shape) for tensor in folder.tensors.values())
+    if read_host().free < 2 * needed:
+        return f"{equal}; llama.cpp was not run: transformers and it need {readable(2 * needed)} of memory together"
+    try:
+        found = prove_by_llama_cpp(source, staged, with_images=folder.vision["model_type"] != CLIP)
+    except NoAnswer as error:
+        log().warning("%s", error)
+        return f"{equal}; llama.cpp gave no answer"
     return f"llama.cpp answers as transformers: {found}"

@@ -85,11 +85,13 @@ def write_gguf(writer: Any, tensors: dict[str, GgufTensor]) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in tensors.items():
-        values = tensor.read().float().contiguous()
-        check_values(name, values, tensor.type)
-        writer.write_tensor_data(gguf.quantize(values.numpy(), gguf.GGMLQuantizationType[tensor.type]))
-    writer.close()
+    try:
+        for name, tensor in tensors.items():
+            values = tensor.read().float().contiguous()
+            check_values(name, values, tensor.type)
+            writer.write_tensor_data(gguf.quantize(values.numpy(), gguf.GGMLQuantizationType[tensor.type]))
+    finally:
+        writer.close()
 
 
 def check_values(name: str, values: torch.Tensor, kind: str) -> None:
@@ -99,6 +101,11 @@ def check_values(name: str, values: torch.Tensor, kind: str) -> None:
         raise ModelError(f"{name} has values that are not finite; the model cannot be exported")
     if kind == "F16" and largest > LARGEST_FP16:
         raise ModelError(f"{name} has the value {largest:.4g}, and F16 ends at {LARGEST_FP16:.0f}; give dtype=bf16")
+
+
+def types_in(path: Path) -> set[str]:
+    """Return the types of the tensors in a GGUF file."""
+    return {tensor.tensor_type.name for tensor in import_gguf().GGUFReader(path).tensors}
 
 
 def read_gguf(path: Path) -> Iterator[tuple[str, str, torch.Tensor]]:

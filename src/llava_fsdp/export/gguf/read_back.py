@@ -19,6 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.text.chat_template.bounded_jinja import TemplateRefused
 from llava_fsdp.data.text.chat_template.template_file import find_file
 from llava_fsdp.export.gguf.gguf_writer import import_gguf, read_gguf
@@ -82,14 +83,18 @@ def language_tensors(folder: ModelFolder, path: Path) -> Iterator[tuple[str, str
     parsed = load_gguf_checkpoint(str(path))["config"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed)
     names = get_gguf_hf_weights_map(model, processor, model_type=architecture)
+    is_scaled = False
     for name, kind, values in read_gguf(path):
         if name == ROPE_FREQS:
             check_rope(config, values, path)
+            is_scaled = True
             continue
         if name not in names:
             raise ModelError(f"{path} has the tensor {name}, for which transformers has no place")
         read = processor.process(weights=values.numpy(), name=name).weights
         yield names[name], kind, torch.from_numpy(np.ascontiguousarray(read))
+    if is_scaled != (folder.language["rope_parameters"].get("rope_type") == "llama3"):
+        raise ModelError(f"{path} has {ROPE_FREQS} without need, or lacks it")
 
 
 def check_rope(config: Any, divisors: torch.Tensor, path: Path) -> None:
@@ -146,6 +151,10 @@ def check_language_keys(folder: ModelFolder, path: Path) -> None:
     theta = found.get("rope_theta") or found["rope_parameters"]["rope_theta"]
     if not np.isclose(theta, expected["rope_parameters"]["rope_theta"]):
         raise ModelError(f"{path} has rope_theta={theta}, and {folder.path} {expected['rope_parameters']}")
+    rope, keys = expected["rope_parameters"], keys_of(path)
+    factor = keys.get(f"{keys['general.architecture']}.rope.scaling.factor", 1.0)
+    if not np.isclose(factor, rope["factor"] if rope.get("rope_type") == "linear" else 1.0):
+        raise ModelError(f"{path} divides rotary frequencies by {factor}, and {folder.path} has {rope}")
     if bool(found["tie_word_embeddings"]) != bool(expected.get("tie_word_embeddings")):
         raise ModelError(f"{path} has tie_word_embeddings={found['tie_word_embeddings']}, unlike {folder.path}")
 
@@ -153,12 +162,20 @@ def check_language_keys(folder: ModelFolder, path: Path) -> None:
 def check_vision_keys(folder: ModelFolder, path: Path) -> None:
     """Raise ModelError if the file of a vision tower has other sizes than the model folder."""
     keys, vision, used = keys_of(path), folder.vision, last_layer(folder)
-    expected = {
+    fields = preprocessor_fields(folder.path)
+    values = [vision["layer_norm_eps"], *fields["image_mean"], *fields["image_std"]]
+    found = [keys["clip.vision.attention.layer_norm_epsilon"]]
+    found += [*keys["clip.vision.image_mean"], *keys["clip.vision.image_std"]]
+    if not np.allclose(found, values, rtol=1e-6, atol=0):
+        raise ModelError(f"{path} has the epsilon, mean and deviation {found}, and {folder.path} {values}")
+    expected: dict[str, Any] = {
         "image_size": vision["image_size"], "patch_size": vision["patch_size"], "block_count": used,
         "embedding_length": vision["hidden_size"], "feed_forward_length": vision["intermediate_size"],
         "attention.head_count": vision["num_attention_heads"], "feature_layer": [used],
         "projection_dim": folder.language["hidden_size"],
     }  # fmt: skip
+    if keys["clip.use_gelu"] != (vision["hidden_act"] == "gelu_pytorch_tanh"):
+        raise ModelError(f"{path} has another activation than {vision['hidden_act']}")
     for key, value in expected.items():
         if keys[f"clip.vision.{key}"] != value:
             raise ModelError(f"{path} has {key}={keys[f'clip.vision.{key}']}, and {folder.path} {value}")
@@ -170,8 +187,8 @@ def check_tokens(folder: Path, path: Path) -> None:
     keys, code = keys_of(path), find_file(folder)
     if keys.get("tokenizer.chat_template") != (code and code[1]):
         raise ModelError(f"{path} has another chat template than {folder}")
-    if keys["tokenizer.ggml.add_bos_token"] or keys["tokenizer.ggml.add_space_prefix"]:
-        raise ModelError(f"{path} lets llama.cpp add a BOS token or a space, which the chat template writes")
+    if keys["tokenizer.ggml.add_bos_token"]:
+        raise ModelError(f"{path} lets llama.cpp add a BOS token, which the chat template writes")
     for name, token in special_ids(folder, keys["tokenizer.ggml.tokens"]).items():
         if keys.get(f"tokenizer.ggml.{name}_token_id") != token:
             raise ModelError(f"{path} names another {name} token than {folder}")

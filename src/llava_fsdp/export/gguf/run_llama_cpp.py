@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from llava_fsdp.export.gguf import llama_cpp_server
+from llava_fsdp.export.gguf.gguf_writer import types_in
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.text.log import log
 
@@ -61,12 +62,15 @@ def has_llama_cpp() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def prove_by_llama_cpp(folder: Path, made: Path, kind: str, with_images: bool) -> str:
+class NoAnswer(ModelError):
+    """Error: llama.cpp gave no answer in time, so that nothing was compared."""
+
+
+def prove_by_llama_cpp(folder: Path, made: Path, with_images: bool) -> str:
     """Compare the GGUF files in `made` with the model folder `folder` of which they were made, and return in words how
     far they differ.
 
     Args:
-        kind: type of the matrices in the files, a key of BOUNDS.
         with_images: whether a question with an image is compared, too. It has the size of the vision tower's input,
             because llama.cpp resizes images by other arithmetic.
 
@@ -77,6 +81,7 @@ def prove_by_llama_cpp(folder: Path, made: Path, kind: str, with_images: bool) -
     asked = answers_of_transformers(folder, processor, with_images)
     found = run_llama_cpp(made / "model.gguf", made / "mmproj.gguf" if with_images else None, asked)
     special = processor.tokenizer.all_special_ids
+    kind = max(types_in(made / "model.gguf") | types_in(made / "mmproj.gguf"), key=BOUNDS.__getitem__)
     return "; ".join(compare(one, theirs, kind, special, made) for one, theirs in zip(asked, found, strict=True))
 
 
@@ -153,7 +158,7 @@ def as_served(asked: Asked) -> dict[str, Any]:
 
 def run_llama_cpp(model: Path, mmproj: Path | None, asked: list[Asked]) -> list[dict[str, Any]]:
     """Open GGUF files in llama.cpp, in a process of its own, and return its answers to questions. Raise ModelError if
-    llama.cpp ends or hangs."""
+    llama.cpp ends with an error, and NoAnswer if it hangs."""
     files = [file for file in (model, mmproj) if file is not None]
     limit = SECONDS + sum(file.stat().st_size for file in files) / BYTES_PER_SECOND
     questions = [{"message": as_served(one), "image": one.image} for one in asked]
@@ -170,6 +175,6 @@ def run_llama_cpp(model: Path, mmproj: Path | None, asked: list[Asked]) -> list[
                 continue
             if ended.returncode or not result.is_file():
                 lines = "\n".join(ended.stderr.strip().splitlines()[-8:])
-                raise ModelError(f"llama.cpp cannot open {model}: it ended with {ended.returncode}\n{lines}")
+                raise ModelError(f"llama.cpp ended with {ended.returncode} at {model}\n{lines}")
             return json.loads(result.read_text())
-    raise ModelError(f"llama.cpp gave no answer about {model} in {TRIES} tries of {limit:.0f} s")
+    raise NoAnswer(f"llama.cpp gave no answer about {model} in {TRIES} tries of {limit:.0f} s")

@@ -46,6 +46,7 @@ class Vocabulary:
         merges: pairs of tokens, joined by a space, in the order in which they are joined; for the algorithm `gpt2`.
         scores: the higher, the earlier a token is joined; for the algorithm `llama`.
         rule: llama.cpp's name of the splitting rule; empty for the algorithm `llama`.
+        adds_space: whether a space is put before each text that follows a special token, or begins a prompt.
     """
 
     tokens: list[str]
@@ -53,13 +54,14 @@ class Vocabulary:
     merges: list[str]
     scores: list[float]
     rule: str
+    adds_space: bool
 
 
 def add_vocabulary(writer: Any, folder: Path, rows: int) -> None:
     """Add the tokenizer, the special tokens and the chat template of a model folder to the keys of a GGUF file. `rows`:
     number of rows of the embeddings.
 
-    The chat template writes the BOS token and the space after an image, so llama.cpp is told to add neither.
+    The chat template writes the BOS token, so llama.cpp is told to add none.
 
     Raises:
         ModelError: llama.cpp would tokenize a text otherwise.
@@ -73,7 +75,7 @@ def add_vocabulary(writer: Any, folder: Path, rows: int) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(vocabulary.scores)
-    writer.add_add_space_prefix(False)
+    writer.add_add_space_prefix(vocabulary.adds_space)
     writer.add_add_bos_token(False)
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
@@ -93,6 +95,11 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
     model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
     if model["type"] != "BPE":
         raise ModelError(f"{path} has a {model['type']} tokenizer; format=gguf writes BPE ones")
+    flagged = [t["content"] for t in added.values() if t.get("lstrip") or t.get("rstrip") or t.get("single_word")]
+    if flagged:
+        raise ModelError(
+            f"{path}: the special token {flagged[0]!r} has lstrip, rstrip or single_word, which llama.cpp does not know"
+        )
     names = {token: text for text, token in model["vocab"].items()} | {n: t["content"] for n, t in added.items()}
     rule = splitting_rule(content, path)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
@@ -112,26 +119,41 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
         else:
             types.append(kinds.NORMAL)
     scores = [-float(ranks.get(text, len(merges))) for text in tokens]
-    return Vocabulary(tokens, [int(kind) for kind in types], merges, scores, rule)
+    adds_space = not rule and any(
+        step["type"] == "Prepend" or step.get("prepend_scheme") == "always"
+        for section in ("normalizer", "pre_tokenizer")
+        for step in steps_of(content.get(section))
+    )
+    return Vocabulary(tokens, [int(kind) for kind in types], merges, scores, rule, adds_space)
+
+
+def normalizes(folder: Path) -> bool:
+    """Return whether the tokenizer of a model folder brings a text into another Unicode form, which llama.cpp does
+    not."""
+    content = read_json(folder / "tokenizer.json", largest=LARGE)
+    return any(step["type"] == "NFC" for step in steps_of(content.get("normalizer")))
 
 
 def splitting_rule(content: Mapping[str, Any], path: Path) -> str:
     """Return llama.cpp's name of the rule by which a tokenizer (`content` of its `tokenizer.json`, `path`) splits a
     text; empty for one whose words begin with `▁`. Raise ModelError if llama.cpp has no such rule."""
-    steps = steps_of(content.get("pre_tokenizer"))
-    kinds = [step["type"] for step in steps]
-    if "ByteLevel" not in kinds:
-        normal = steps_of(content.get("normalizer"))
-        replaces = any(step.get("content") == SPACE for step in normal) or "Metaspace" in kinds
-        if replaces and set(kinds) <= {"Metaspace", "Digits"} and content["model"].get("byte_fallback"):
+    steps, normal = steps_of(content.get("pre_tokenizer")), steps_of(content.get("normalizer"))
+    kinds, changes = {step["type"] for step in steps}, {step["type"] for step in normal}
+    replaces = any(step.get("content") == SPACE for step in normal) or "Metaspace" in kinds
+    if replaces and kinds <= {"Metaspace", "Digits"} and changes <= {"Prepend", "Replace"}:
+        if content["model"].get("byte_fallback"):
             return ""
+        raise ModelError(f"{path} has no tokens for bytes (byte_fallback), which llama.cpp needs")
     rule = RULES.get(tuple(described(step) for step in steps))
-    is_changed = [step["type"] for step in steps_of(content.get("normalizer"))] not in ([], ["NFC"])
-    if rule is None or is_changed or bool(content["model"].get("ignore_merges")) != (rule in WHOLE_WORDS):
-        raise ModelError(
-            f"{path} splits texts by a rule that is not known to be one of llama.cpp's, so that it could tokenize them "
-            f"otherwise; format=gguf knows {', '.join(RULES.values())}, and tokenizers whose words begin with {SPACE}"
-        )
+    reason = ""
+    if rule is None:
+        reason = f"its pre_tokenizer is none of {', '.join(RULES.values())}, and its words do not begin with {SPACE}"
+    elif changes - {"NFC"}:
+        reason = f"its normalizer has {', '.join(sorted(changes))}"
+    elif bool(content["model"].get("ignore_merges")) != (rule in WHOLE_WORDS):
+        reason = f"its ignore_merges is {content['model'].get('ignore_merges')}, unlike that of llama.cpp's {rule}"
+    if rule is None or reason:
+        raise ModelError(f"{path}: llama.cpp could tokenize texts otherwise: {reason}")
     return rule
 
 
@@ -161,19 +183,23 @@ def special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
     answer than llama.cpp has keys for."""
     config, generation = (read_json(folder / name) for name in ("tokenizer_config.json", "generation_config.json"))
     found = {}
-    for name, ours in (("bos", "bos"), ("unknown", "unk"), ("padding", "pad")):
+    for name, ours in (("bos", "bos"), ("unknown", "unk"), ("padding", "pad"), ("eos", "eos")):
         value = config.get(f"{ours}_token")
         text = value["content"] if isinstance(value, dict) else value
         if text in tokens:
             found[name] = tokens.index(text)
-    ends = sorted(eos_ids(generation, folder / "generation_config.json"))
+    own = found.pop("eos", None)  # a chat template may write it
+    ends = sorted(eos_ids(generation, folder / "generation_config.json"), key=lambda token: (token != own, token))
     if len(ends) > len(ENDS):
-        raise ModelError(f"{len(ends)} tokens end an answer, and a GGUF file has places for {len(ENDS)}")
+        raise ModelError(
+            f"{len(ends)} tokens end an answer, and a GGUF file has places for {len(ENDS)}; train with a template "
+            "whose answers end with a special token"
+        )
     return found | dict(zip(ENDS, ends, strict=False))
 
 
 def open_vocabulary(keys: Mapping[str, Any]) -> FastTokenizer:
-    """Build the tokenizer that llama.cpp makes of the keys of a GGUF file, from these keys alone.
+    """Build a tokenizer from the keys of a GGUF file alone, with the package tokenizers, by llama.cpp's rules.
 
     Raises:
         ModelError: the splitting rule is not in RULES.
@@ -204,7 +230,8 @@ def open_vocabulary(keys: Mapping[str, Any]) -> FastTokenizer:
         made = FastTokenizer(
             models.BPE(vocab=vocab, merges=merges, unk_token=unknown, byte_fallback=True, fuse_unk=True)
         )
-        made.normalizer = normalizers.Replace(" ", SPACE)
+        spaces = [normalizers.Prepend(SPACE)] if keys["tokenizer.ggml.add_space_prefix"] else []
+        made.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
     added = [
         AddedToken(tokens[number], special=kind == kinds.CONTROL, normalized=False)
         for number, kind in enumerate(types)

@@ -4,6 +4,8 @@ Each takes the configuration and a `TrackedRun`; `log` gets the values of a step
 training. The packages are imported when a tracker is opened, because each is optional.
 """
 
+import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,11 +108,13 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Logs to an MLflow server, or into a database or folder. A training that resumes continues its run there."""
+    """Logs to an MLflow server. A training that resumes continues its run there."""
 
     def __init__(self, cfg: Config, run: TrackedRun):
         """Create the run, or continue that with the id of the training. Environment variables of MLflow have the
         credentials."""
+        # a training asks no other server than the user's; mlflow reads this when it is imported
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -124,7 +128,7 @@ class MLflow:
             return  # MLflow keeps the settings of the first start, and refuses others
         made = self.client.create_run(project_id, run_name=name_of(cfg), tags={RUN_TAG: run.id})
         self.run_id = made.info.run_id
-        settings = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in run.settings.items()]
+        settings = [Param(mlflow_name(key), str(value)[:LONGEST_PARAMETER]) for key, value in run.settings.items()]
         for begin in range(0, len(settings), MOST_PARAMETERS):
             self.client.log_batch(self.run_id, params=settings[begin : begin + MOST_PARAMETERS])
 
@@ -133,10 +137,16 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self.client.log_batch(self.run_id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+        metrics = [Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
 
     def close(self, exit_code: int) -> None:
         self.client.set_terminated(self.run_id, "FAILED" if exit_code else "FINISHED")
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name without what MLflow refuses in names of metrics and parameters."""
+    return re.sub(r"[^\w\-./ ]", "_", name).replace("..", "._")
 
 
 class Trackio:

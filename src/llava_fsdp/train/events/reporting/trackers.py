@@ -154,7 +154,11 @@ class Trackers(StepReport):
         except queue.Full:
             pass
         if self.thread.is_alive():
-            log().warning("tracking was not finished after %d seconds; `wandb sync` sends what is missing", patience)
+            log().warning(
+                "tracking was not finished after %d seconds; trackers may lack the last rows (`wandb sync` sends those "
+                "of Weights & Biases)",
+                patience,
+            )
         self.thread = None
 
 
