@@ -109,6 +109,7 @@ def test_mlflow_has_one_run_of_two_starts(
     assert not [record for record in caplog.records if record.name == "llava_fsdp"]
 
 
+@pytest.mark.slow
 def test_trackio_has_one_run_of_two_starts(
     cfg: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
