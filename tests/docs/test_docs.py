@@ -254,7 +254,7 @@ def test_keys_in_backticks_exist() -> None:
     """Of the form GROUP.NAME, where GROUP has keys: `optim.lr`, `data.path=FILE`."""
     keys = {key for schema in own_schemas() for key in schema_keys(schema)}
     groups = {key.partition(".")[0] for key in keys if "." in key}
-    files = re.compile(r"\.(?:py|md|json|jsonl|yaml|safetensors|html|bin|png|txt|sh|gz|pickle|tmp)$")
+    files = re.compile(r"\.(?:py|md|json|jsonl|yaml|safetensors|html|bin|png|txt|sh|gz|pickle|tmp|gguf)$")
     unknown = []
     for page in PAGES:
         for number, line in enumerate(page.read_text().splitlines(), start=1):

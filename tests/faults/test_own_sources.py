@@ -23,6 +23,7 @@ NEEDED = {
     "AutoModel.from_config": {"trust_remote_code": False},
     "AutoImageProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "AutoModelForCausalLM.from_config": {"trust_remote_code": False},
     "AutoModelForImageTextToText.from_config": {"trust_remote_code": False},
     "kind.from_config": {"trust_remote_code": False},
     "causal.from_config": {"trust_remote_code": False},

@@ -213,12 +213,13 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
     assert machine.noted("pytest") == [
         f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
-    assert done.stdout.splitlines()[-7:] == [
+    assert done.stdout.splitlines()[-8:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
         "NOT RUN: tests marked slow: not in the fast tier; --full runs them",
         "NOT RUN: tests marked faults: not in the fast tier; --faults and --full run them",
         "NOT RUN: tests marked real: not in the fast tier; --real runs them",
         "NOT RUN: tests marked any: not in the fast tier; --any runs them",
+        "NOT RUN: tests marked consumers: not in the fast tier; --consumers runs them",
         "NOT RUN: [1] tests/test_x.py:3: no Slurm here",
         "===== 3 passed, 1 skipped in 0.12s =====",
     ]
@@ -276,8 +277,9 @@ def test_the_tests_of_whole_models_alone_in_their_own_environment(machine: Machi
 
 
 def test_the_tests_of_other_programs_alone(machine: Machine) -> None:
-    """Where vLLM cannot be installed, its tests are skipped."""
+    """In the environment with vLLM that was made before."""
     machine.venv()
+    machine.put(".venv-vllm/complete", "")
     done = machine.bash("launch/test.sh", "--consumers", "-x")
     assert done.returncode == 0, done.stderr
     assert machine.noted("pytest") == [

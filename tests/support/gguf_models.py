@@ -102,7 +102,7 @@ def write_siglip(folder: Path) -> Path:
     tower = SiglipVisionModel(config)
     for parameter in tower.parameters():
         if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.08)
+            parameter.data.normal_(std=0.08)
     tower.save_pretrained(folder)
     half = [0.5, 0.5, 0.5]
     preprocessor = {

@@ -151,7 +151,7 @@ def with_rotated_rows(read: Any, heads: int) -> torch.Tensor:
 def frequency_divisors(rope: Mapping[str, Any], size: int) -> torch.Tensor:
     """Return by how much each rotary frequency is divided with the scaling of Llama 3, in shape [size / 2], where
     `size` is that of a head (transformers: modeling_rope_utils.py, `_compute_llama3_parameters`)."""
-    frequencies = rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, size, 2).double() / size)
     lengths = 2 * math.pi / frequencies
     low, high, before = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     smooth = ((before / lengths - low) / (high - low)).clamp(0, 1)

@@ -78,7 +78,7 @@ def language_tensors(folder: ModelFolder, path: Path) -> Iterator[tuple[str, str
     reads them. Raise ModelError if transformers has no place for one."""
     config: Any = AutoConfig.for_model(**folder.language)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     architecture = keys_of(path)["general.architecture"]
     parsed = load_gguf_checkpoint(str(path))["config"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed)
