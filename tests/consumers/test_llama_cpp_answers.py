@@ -22,10 +22,9 @@ VERSION = "2026.10.11549"
 
 @pytest.fixture(autouse=True)
 def llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts xllamacpp into the path of this process and of those that it starts."""
+    """Puts xllamacpp into the path."""
     folder = unpacked(f"xllamacpp-{VERSION}", [f"xllamacpp=={VERSION}"])
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
 @pytest.mark.parametrize("asked", ["keep", "fp16", "bf16", "q8_0"])

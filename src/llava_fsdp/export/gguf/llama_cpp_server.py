@@ -1,9 +1,10 @@
 """A program that opens GGUF files in llama.cpp, by the package xllamacpp, and asks its server questions.
 
 It is started in a process of its own, because llama.cpp ends the process at some errors. Its arguments are a file with
-{"model": PATH, "mmproj": PATH or null, "asked": [{"message": {...}, "image": BASE64 or null}, ...], "settings": {...}},
-and the file for the answers. An answer has `prompt` (the text that the chat template makes of the message), `ids` (its
-token ids, without those of an image) and `answer` (of the server's /completion with the settings), or `error`.
+the task, and the file for the answers. The task has `package` (the folder with xllamacpp), `model`, `mmproj` (files;
+mmproj may be null), `settings` (of the server's /completion) and `asked`, a list of {"message": {...}, "image": BASE64
+or null}. An answer has `prompt` (the text that the chat template makes of the message), `ids` (its token ids, without
+those of an image) and `answer` (of /completion), or `error`.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 def main(task: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the answer to each question."""
+    sys.path.append(task["package"])
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
     params = xllamacpp.CommonParams()

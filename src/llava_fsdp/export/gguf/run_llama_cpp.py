@@ -162,7 +162,16 @@ def run_llama_cpp(model: Path, mmproj: Path | None, asked: list[Asked]) -> list[
     files = [file for file in (model, mmproj) if file is not None]
     limit = SECONDS + sum(file.stat().st_size for file in files) / BYTES_PER_SECOND
     questions = [{"message": as_served(one), "image": one.image} for one in asked]
-    content = {"model": str(model), "mmproj": mmproj and str(mmproj), "asked": questions, "settings": ASKS}
+    package = importlib.util.find_spec("xllamacpp")
+    assert package is not None and package.origin is not None, "has_llama_cpp was asked"
+    place = str(Path(package.origin).parents[1])
+    content = {
+        "package": place,
+        "model": str(model),
+        "mmproj": mmproj and str(mmproj),
+        "asked": questions,
+        "settings": ASKS,
+    }
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
         task, result = Path(made) / "task.json", Path(made) / "answers.json"
         task.write_text(json.dumps(content))
