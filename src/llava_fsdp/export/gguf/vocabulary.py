@@ -182,7 +182,7 @@ def special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
     configuration, and those that end an answer by `generation_config.json`. Raise ModelError if more tokens end an
     answer than llama.cpp has keys for."""
     config, generation = (read_json(folder / name) for name in ("tokenizer_config.json", "generation_config.json"))
-    found = {}
+    found: dict[str, int] = {}
     for name, ours in (("bos", "bos"), ("unknown", "unk"), ("padding", "pad"), ("eos", "eos")):
         value = config.get(f"{ours}_token")
         text = value["content"] if isinstance(value, dict) else value
