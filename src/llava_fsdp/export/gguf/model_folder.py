@@ -24,7 +24,7 @@ PREFIXES = (
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FolderTensor:
     """A tensor in a safetensors file, which `read` reads."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class ModelFolder:
         return self.config["vision_config"]
 
     @cached_property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, FolderTensor]:
         """All tensors. Names of the language model are those of its own class: `model.layers.0...`, `lm_head.weight`;
         the others begin with `vision_tower.` and `multi_modal_projector.`. Raises ModelError for another dtype than
         float32, float16 or bfloat16."""
@@ -65,7 +65,7 @@ class ModelFolder:
                     piece = opened.get_slice(name)
                     if piece.get_dtype() not in DTYPES:
                         raise ModelError(f"{file} has {name} in {piece.get_dtype()}, which format=gguf does not write")
-                    tensor = StoredTensor(
+                    tensor = FolderTensor(
                         tuple(piece.get_shape()), DTYPES[piece.get_dtype()], partial(read_tensor, file, name)
                     )
                     found[plain_name(name)] = tensor

@@ -38,7 +38,7 @@ QUESTIONS = ("What colour is the sky at noon?", "Name three animals. 12 größe 
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparedAnswer:
     """A question with transformers' answer.
 
     Attributes:
@@ -85,7 +85,7 @@ def prove_by_llama_cpp(folder: Path, made: Path, with_images: bool) -> str:
     return "; ".join(compare(one, theirs, kind, special, made) for one, theirs in zip(asked, found, strict=True))
 
 
-def compare(asked: Asked, theirs: dict[str, Any], kind: str, special: list[int], made: Path) -> str:
+def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: list[int], made: Path) -> str:
     """Compare an answer of llama.cpp (`theirs`, of `llama_cpp_server`) with transformers', and return the difference in
     words. Raise ModelError if it is too large. `special`: ids of the special tokens."""
     what = f"llama.cpp with {made}, asked {asked.messages[0]['content'][-1]['text']!r},"
@@ -114,7 +114,7 @@ def compare(asked: Asked, theirs: dict[str, Any], kind: str, special: list[int],
 
 
 @torch.no_grad()
-def answers_of_transformers(folder: Path, processor: Any, with_images: bool) -> list[Asked]:
+def answers_of_transformers(folder: Path, processor: Any, with_images: bool) -> list[ComparedAnswer]:
     """Return transformers' answers to the questions that are compared."""
     model: Any = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, weights_only=True
@@ -139,7 +139,9 @@ def answers_of_transformers(folder: Path, processor: Any, with_images: bool) -> 
         best = logs.topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         chosen = logs.gather(1, answer[:, None])[:, 0].tolist()
-        found.append(Asked(messages, shown if has_image else None, prompt, ids, answer.tolist(), chosen, margins))
+        found.append(
+            ComparedAnswer(messages, shown if has_image else None, prompt, ids, answer.tolist(), chosen, margins)
+        )
     return found
 
 
@@ -149,14 +151,14 @@ def test_image(side: int) -> Image.Image:
     return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
 
 
-def as_served(asked: Asked) -> dict[str, Any]:
+def as_served(asked: ComparedAnswer) -> dict[str, Any]:
     """Return the message of a question in the form of the server's protocol."""
     text = asked.messages[0]["content"][-1]
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{asked.image}"}}
     return {"role": "user", "content": [text] if asked.image is None else [image, text]}
 
 
-def run_llama_cpp(model: Path, mmproj: Path | None, asked: list[Asked]) -> list[dict[str, Any]]:
+def run_llama_cpp(model: Path, mmproj: Path | None, asked: list[ComparedAnswer]) -> list[dict[str, Any]]:
     """Open GGUF files in llama.cpp, in a process of its own, and return its answers to questions. Raise ModelError if
     llama.cpp ends with an error, and NoAnswer if it hangs."""
     files = [file for file in (model, mmproj) if file is not None]

@@ -214,7 +214,7 @@ def open_vocabulary(keys: Mapping[str, Any]) -> FastTokenizer:
             raise ModelError(f"the file names the splitting rule {rule}, which is not known")
         merges = [tuple(merge.split(" ")) for merge in keys["tokenizer.ggml.merges"]]
         made = FastTokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule in WHOLE_WORDS))
-        made.pre_tokenizer = pre_tokenizers.Sequence([built(*step) for step in steps])
+        made.pre_tokenizer = pre_tokenizers.Sequence([built(kind, value) for kind, value in steps])
         made.decoder = decoders.ByteLevel()
     else:
         scores = keys["tokenizer.ggml.scores"]
