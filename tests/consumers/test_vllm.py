@@ -61,7 +61,7 @@ def ask(python: Path, program: Any, folder: Path, images: dict[str, list[Path]],
         return json.loads(to.read_text())
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     compared = []
     for name, ours in expected.items():
         theirs, bound = found[name], EQUAL if name in ("text", "an image of the tower's size") else RESIZED
@@ -81,7 +81,7 @@ def test_answers_as_transformers(
 ) -> None:
     """The processor of LLaVA-OneVision needs torchvision, so transformers runs in vLLM's environment, too."""
     folder = runs(name) / "export"
-    compare(ask(python, vllm_reader, folder, images), ask(python, transformers_reader, folder, images))
+    assert_same(ask(python, vllm_reader, folder, images), ask(python, transformers_reader, folder, images))
 
 
 def test_adapters_by_its_own_loader(
@@ -92,6 +92,6 @@ def test_adapters_by_its_own_loader(
     run = runs("adapters, Llama and CLIP, own template")
     made = export(conversion(run, tmp_path / "served", "format=peft"))
     expected = ask(python, transformers_reader, run / "export", images)
-    compare(ask(python, vllm_reader, made, images, made / "adapter"), expected)
+    assert_same(ask(python, vllm_reader, made, images, made / "adapter"), expected)
     base = ask(python, vllm_reader, made, images)
     assert any(base[name]["logs"] != pytest.approx(ours["logs"], abs=EQUAL) for name, ours in expected.items())

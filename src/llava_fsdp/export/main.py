@@ -6,7 +6,9 @@ LLaVA, the projector file of the original LLaVA, or GGUF files for llama.cpp.
 """
 
 import shutil
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +46,8 @@ from llava_fsdp.runtime.files.provenance import NOTES, write_sealed_notes
 from llava_fsdp.runtime.text.humanize import readable
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading
+
+NOT_VERIFIED = "not verified"
 
 
 @torch.no_grad()
@@ -88,74 +92,77 @@ def export(cfg: ConversionConfig) -> Path:
     if opened.adapted is not None and apart is None and cfg.verify:
         prove_merge(opened.adapted)
     sources = opened.sources if apart is None else apart.base
-    dtypes = {name: tensor.dtype for name, tensor in sources.items()}
+    content = Content(opened.source, sources, {name: tensor.dtype for name, tensor in sources.items()}, apart)
     if cfg.format is FolderFormat.gguf:
         check_for_llama_cpp(opened.source, cfg.gguf_clip)
-        checked = write_and_prove_gguf(opened.source, sources, dtypes, staged, cfg)
+        checked = write_and_prove_gguf(content, staged, final.name, cfg)
     else:
-        checked = write_and_prove(opened.source, sources, dtypes, staged, cfg, apart)
+        checked = write_and_prove(content, staged, cfg)
     publish_folder(staged, final)
     report(opened, final, cfg.format, checked)
     return final
 
 
-def write_and_prove(
-    source: SourceModel | WholeSource,
-    sources: dict[str, Stored],
-    dtypes: dict[str, torch.dtype],
-    staged: Path,
-    cfg: ConversionConfig,
-    apart: Adapted | None,
-) -> str:
+@dataclass(frozen=True)
+class Content:
+    """What an export writes.
+
+    Attributes:
+        sources: stored values of the parameters to write, by name; `dtypes` are the dtypes to write them in.
+        apart: adapters to write into a subfolder; None without adapters, or if they are merged in `sources`.
+    """
+
+    source: SourceModel | WholeSource
+    sources: dict[str, Stored]
+    dtypes: dict[str, torch.dtype]
+    apart: Adapted | None
+
+
+def write_and_prove(content: Content, staged: Path, cfg: ConversionConfig) -> str:
     """Write an export into the folder `staged`, in the dtype that `cfg` asks for, and compare it with its source,
-    unless `cfg.verify` is false. Return in words what was compared. The arguments are those of `write`."""
+    unless `cfg.verify` is false. Return in words what was compared."""
     if cfg.dtype is not KeptDType.keep:
-        dtypes = dict.fromkeys(dtypes, DTYPES[DType(cfg.dtype.value)])
-    write(source, sources, dtypes, staged, cfg, apart)
+        content = replace(content, dtypes=dict.fromkeys(content.dtypes, DTYPES[DType(cfg.dtype.value)]))
+    write(content, staged, cfg.format, cfg.dtype)
     if not cfg.verify:
-        return "not verified"
-    try:
-        prove_written(source, sources, dtypes, staged, cfg.format, apart)
-    except ModelError as error:
-        made = staged.with_suffix("")
-        raise ModelError(f"{error}\n{made} was not made; {staged} has what was written") from error
+        return NOT_VERIFIED
+    with saying_what_is_left(staged):
+        prove_written(content, staged, cfg.format)
     return "its logits are the source's"
 
 
-def write_and_prove_gguf(
-    source: SourceModel | WholeSource,
-    sources: dict[str, Stored],
-    dtypes: dict[str, torch.dtype],
-    staged: Path,
-    cfg: ConversionConfig,
-) -> str:
+def write_and_prove_gguf(content: Content, staged: Path, name: str, cfg: ConversionConfig) -> str:
     """Write GGUF files into the folder `staged`: first a folder for transformers in it, with weights of the source's
     dtypes, and then the files of that. Compare each with what it was made of, unless `cfg.verify` is false. Return in
-    words what was compared. If the files cannot be written, nothing is left. The arguments are those of `write`."""
+    words what was compared. If the files cannot be written, nothing is left. `name`: the model's, which llama.cpp
+    shows."""
     folder = staged / TRANSFORMERS
-    assert cfg.to is not None
     on_first_rank(lambda: make_empty(staged), f"cannot write {staged}")
     try:
         write_json(staged / NOTES, {})  # by which the next export sees that it may replace the folder
-        as_stored = replace(cfg, format=FolderFormat.hf, dtype=KeptDType.keep, gguf_clip=False)
-        write(source, sources, dtypes, folder, as_stored, None)
+        write(content, folder, FolderFormat.hf, KeptDType.keep)
         if cfg.verify:
-            prove_written(source, sources, dtypes, folder, FolderFormat.hf, None)
-        name = Path(cfg.to).name
+            prove_written(content, folder, FolderFormat.hf)
         notes = on_first_rank(lambda: write_gguf_folder(folder, staged, cfg.dtype, name), f"cannot write {staged}")
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    checked = "not verified"
+    checked = NOT_VERIFIED
     if cfg.verify:
-        try:
+        with saying_what_is_left(staged):
             checked = prove_gguf_folder(folder, staged)
-        except ModelError as error:
-            made = staged.with_suffix("")
-            raise ModelError(f"{error}\n{made} was not made; {staged} has what was written") from error
     shutil.rmtree(folder)
     write_sealed_notes(staged, notes)
     return checked
+
+
+@contextmanager
+def saying_what_is_left(staged: Path) -> Iterator[None]:
+    """Context manager that adds to a ModelError of a proof which folder was not made, and where its files are."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{error}\n{staged.with_suffix('')} was not made; {staged} has what was written") from error
 
 
 def with_best(cfg: ConversionConfig) -> ConversionConfig:
@@ -164,52 +171,34 @@ def with_best(cfg: ConversionConfig) -> ConversionConfig:
     return replace(cfg, source=str(best_checkpoint(Path(cfg.source)))) if cfg.which is Which.best else cfg
 
 
-def prove_written(
-    source: SourceModel | WholeSource,
-    sources: dict[str, Stored],
-    dtypes: dict[str, torch.dtype],
-    staged: Path,
-    form: FolderFormat,
-    apart: Adapted | None,
-) -> None:
-    """Load the folder `staged` that an export has written, and compare its logits with those of its source (for a whole
-    model of transformers, its weights). Raise ModelError if they differ. The arguments are those with which `write`
-    wrote the folder: `sources` are stored values by parameter name, and `apart` are the LoRA adapters in a subfolder,
-    or None."""
+def prove_written(content: Content, staged: Path, form: FolderFormat) -> None:
+    """Load the folder `staged` that `write` has written, and compare its logits with those of its source (for a whole
+    model of transformers, its weights). Raise ModelError if they differ."""
+    source, apart = content.source, content.apart
     if isinstance(source, WholeSource):
-        return prove_class(staged, {name: Rounded(stored, dtypes[name]) for name, stored in sources.items()})
-    prove(form if apart is None else FolderFormat.hf, source.model, sources, dtypes, staged, source.image_tokens)
+        rounded = {name: Rounded(stored, content.dtypes[name]) for name, stored in content.sources.items()}
+        return prove_class(staged, rounded)
+    form = form if apart is None else FolderFormat.hf
+    prove(form, source.model, content.sources, content.dtypes, staged, source.image_tokens)
     if apart is not None:
-        prove_adapters(staged, source.model, with_rounded_base(apart, dtypes), source.image_tokens)
+        prove_adapters(staged, source.model, with_rounded_base(apart, content.dtypes), source.image_tokens)
 
 
-def write(
-    source: SourceModel | WholeSource,
-    sources: dict[str, Stored],
-    dtypes: dict[str, torch.dtype],
-    staged: Path,
-    cfg: ConversionConfig,
-    apart: Adapted | None,
-) -> None:
-    """Write all files of an export. If this fails, nothing is left.
-
-    Args:
-        sources: stored values of the parameters to write, by name; `dtypes` are the dtypes to write them in.
-        staged: folder to write into, before it gets its final name.
-        apart: adapters to write into a subfolder; None without adapters, or if they are merged in `sources`.
-    """
+def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) -> None:
+    """Write all files of an export into the folder `staged`. If this fails, nothing is left. `dtype`: what the user
+    asked for, which the folder's notes record."""
     weights = Weights(
-        shapes={name: tuple(tensor.shape) for name, tensor in sources.items()},
-        dtypes=dtypes,
-        read=lambda name: whole_rows(sources[name]),
+        shapes={name: tuple(tensor.shape) for name, tensor in content.sources.items()},
+        dtypes=content.dtypes,
+        read=lambda name: whole_rows(content.sources[name]),
         watch=watch_loading(is_first_rank=True),
     )
-    notes = {"dtype": cfg.dtype.value}
+    notes = {"dtype": dtype.value}
     try:
-        write_folder(cfg.format if apart is None else FolderFormat.hf, source, weights, staged, notes)
-        if apart is not None:
-            write_adapters(staged, apart)
-            write_notes(source, staged, notes)  # again, with digests of the adapters
+        write_folder(form if content.apart is None else FolderFormat.hf, content.source, weights, staged, notes)
+        if content.apart is not None:
+            write_adapters(staged, content.apart)
+            write_notes(content.source, staged, notes)  # again, with digests of the adapters
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise

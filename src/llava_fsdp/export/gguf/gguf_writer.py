@@ -36,13 +36,11 @@ class GgufTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        source: name of the tensor of the model folder of which it is made.
-        shape: its shape in the file, which is also that of `source`.
+        shape: its shape, in the file and in the model folder of which it is made.
         type: its type in the file: F32, F16, BF16 or Q8_0.
         read: returns its values in the order of the file; only called when it is written.
     """
 
-    source: str
     shape: tuple[int, ...]
     type: str
     read: Callable[[], torch.Tensor]

@@ -132,11 +132,11 @@ def tensors_of(folder: ModelFolder, kind: LanguageKind, asked: KeptDType) -> dic
         read, projection = stored.read, name.split(".")[-2]
         if kind.permutes and projection in counts:
             read = partial(with_rotated_rows, stored.read, counts[projection])
-        found[theirs] = GgufTensor(name, stored.shape, type_of(stored.shape, stored.dtype, asked), read)
+        found[theirs] = GgufTensor(stored.shape, type_of(stored.shape, stored.dtype, asked), read)
     rope = config["rope_parameters"]
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // heads
-        found[ROPE_FREQS] = GgufTensor("", (size // 2,), "F32", partial(frequency_divisors, rope, size))
+        found[ROPE_FREQS] = GgufTensor((size // 2,), "F32", partial(frequency_divisors, rope, size))
     return found
 
 

@@ -3,8 +3,8 @@
 It is started in a process of its own, because llama.cpp ends the process at some errors. Its arguments are a file with
 the task, and the file for the answers. The task has `package` (the folder with xllamacpp), `model`, `mmproj` (files;
 mmproj may be null), `settings` (of the server's /completion) and `asked`, a list of {"message": {...}, "image": BASE64
-or null}. An answer has `prompt` (the text that the chat template makes of the message), `ids` (its token ids, without
-those of an image) and `answer` (of /completion), or `error`.
+or null}. An answer has `ids` (token ids of the prompt that the chat template makes, without those of an image) and
+`answer` (of /completion), or `error`.
 """
 
 import json
@@ -43,7 +43,7 @@ def main(task: dict[str, Any]) -> list[dict[str, Any]]:
             ids = send("/tokenize", {"content": prompt, "add_special": False, "parse_special": True})["tokens"]
             text = {"prompt_string": prompt, "multimodal_data": [asked["image"]]} if asked["image"] else prompt
             answer = send("/completion", {"prompt": text, **task["settings"]})
-            found.append({"prompt": prompt, "ids": ids, "answer": answer})
+            found.append({"ids": ids, "answer": answer})
         except urllib.request.HTTPError as error:
             found.append({"error": f"{error} {error.read().decode(errors='replace')}"})
     return found

@@ -53,11 +53,11 @@ def prove_files(folder: ModelFolder, made: Path) -> None:
     """Compare `model.gguf` and `mmproj.gguf` in `made` with the model folder. Raise ModelError if a tensor, a key, the
     token ids of a text or the chat template differ."""
     model, mmproj = made / "model.gguf", made / "mmproj.gguf"
-    check_language_keys(folder, model)
-    check_tokens(folder.path, model)
-    compare_tensors(
-        language_tensors(folder, model), {n: n for n in folder.tensors if is_needed(folder, n)}, folder, model
-    )
+    keys, parsed = keys_of(model), load_gguf_checkpoint(str(model))["config"]
+    check_language_keys(folder, model, keys, parsed)
+    check_tokens(folder.path, model, keys)
+    found = language_tensors(folder, model, keys["general.architecture"], parsed)
+    compare_tensors(found, {name: name for name in folder.tensors if is_needed(folder, name)}, folder, model)
     expected = {}
     for name in folder.tensors:
         theirs = file_name(name, last_layer(folder))
@@ -73,14 +73,15 @@ def is_needed(folder: ModelFolder, name: str) -> bool:
     return name.startswith("model.") or (name == "lm_head.weight" and not is_tied)
 
 
-def language_tensors(folder: ModelFolder, path: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+def language_tensors(
+    folder: ModelFolder, path: Path, architecture: str, parsed: dict[str, Any]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield transformers' name, the type, and the values of each tensor of a language model's file, as transformers
-    reads them. Raise ModelError if transformers has no place for one."""
+    reads them. `parsed`: the configuration that transformers reads from the file. Raise ModelError if transformers has
+    no place for a tensor."""
     config: Any = AutoConfig.for_model(**folder.language)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    architecture = keys_of(path)["general.architecture"]
-    parsed = load_gguf_checkpoint(str(path))["config"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed)
     names = get_gguf_hf_weights_map(model, processor, model_type=architecture)
     is_scaled = False
@@ -142,16 +143,17 @@ def keys_of(path: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in import_gguf().GGUFReader(path).fields.items()}
 
 
-def check_language_keys(folder: ModelFolder, path: Path) -> None:
-    """Raise ModelError if transformers reads another configuration from a language model's file."""
-    found, expected = load_gguf_checkpoint(str(path))["config"], folder.language
+def check_language_keys(folder: ModelFolder, path: Path, keys: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raise ModelError if a language model's file, which has these keys, is of another configuration. `found`: the
+    configuration that transformers reads from it."""
+    expected = folder.language
     for key in SIZES:
         if not np.isclose(found[key], expected[key], rtol=1e-6):
             raise ModelError(f"{path} has {key}={found[key]}, and {folder.path} {expected[key]}")
     theta = found.get("rope_theta") or found["rope_parameters"]["rope_theta"]
     if not np.isclose(theta, expected["rope_parameters"]["rope_theta"]):
         raise ModelError(f"{path} has rope_theta={theta}, and {folder.path} {expected['rope_parameters']}")
-    rope, keys = expected["rope_parameters"], keys_of(path)
+    rope = expected["rope_parameters"]
     factor = keys.get(f"{keys['general.architecture']}.rope.scaling.factor", 1.0)
     if not np.isclose(factor, rope["factor"] if rope.get("rope_type") == "linear" else 1.0):
         raise ModelError(f"{path} divides rotary frequencies by {factor}, and {folder.path} has {rope}")
@@ -181,10 +183,10 @@ def check_vision_keys(folder: ModelFolder, path: Path) -> None:
             raise ModelError(f"{path} has {key}={keys[f'clip.vision.{key}']}, and {folder.path} {value}")
 
 
-def check_tokens(folder: Path, path: Path) -> None:
-    """Compare the chat template and the special tokens of a file with those of the model folder, and the token ids that
-    the file's tokenizer gives texts with those of transformers. Raise ModelError if they differ."""
-    keys, code = keys_of(path), find_file(folder)
+def check_tokens(folder: Path, path: Path, keys: dict[str, Any]) -> None:
+    """Compare the chat template and the special tokens of a file, which has these keys, with those of the model folder,
+    and the token ids that its tokenizer gives texts with those of transformers. Raise ModelError if they differ."""
+    code = find_file(folder)
     if keys.get("tokenizer.chat_template") != (code and code[1]):
         raise ModelError(f"{path} has another chat template than {folder}")
     if keys["tokenizer.ggml.add_bos_token"]:

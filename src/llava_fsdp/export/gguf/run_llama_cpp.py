@@ -1,5 +1,5 @@
 """Compare what llama.cpp computes with GGUF files with what transformers computes with the folder of which they were
-made: token ids of prompts, the probabilities of the first token of an answer, and greedy answers."""
+made: token ids of prompts, greedy answers, and the log-probabilities of their tokens."""
 
 import base64
 import importlib.util
@@ -25,7 +25,7 @@ from llava_fsdp.runtime.text.log import log
 TOKENS = 12
 """Number of tokens of the answers that are compared."""
 BOUNDS = {"F32": 0.02, "F16": 0.05, "BF16": 0.15, "Q8_0": 0.5}
-"""Largest difference of a log-probability of the first token of an answer, by the type of the matrices. llama.cpp
+"""Largest difference of a log-probability of a token of an answer, by the type of the matrices. llama.cpp
 rounds activations to the type of the matrix that it multiplies them with, and computes GELU in steps."""
 TRIES = 4
 """How often llama.cpp is started: xllamacpp's server hangs at about one start in ten."""
@@ -43,14 +43,13 @@ class ComparedAnswer:
 
     Attributes:
         messages: the conversation; `image` is the file of its image as text (base64), or None.
-        prompt: its text by the chat template; `ids` are the token ids, with one for each feature of an image.
+        ids: token ids of its prompt, with one for each feature of an image.
         answer: token ids of the greedy answer.
         logs: log-probability of each of them; `margins` are the differences to the second choices.
     """
 
     messages: list[dict[str, Any]]
     image: str | None
-    prompt: str
     ids: list[int]
     answer: list[int]
     logs: list[float]
@@ -100,7 +99,7 @@ def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: l
     pairs = zip(tokens, asked.answer, strict=False)
     same = next((n for n, (token, ours) in enumerate(pairs) if token != ours), len(tokens))
     # llama.cpp ends at more tokens than training, which it knows by their names
-    ended = same == len(tokens) and tokens[-1] in special
+    ended = bool(tokens) and same == len(tokens) and tokens[-1] in special
     if same < len(asked.answer) and not ended and asked.margins[same] > BOUNDS[kind]:
         raise ModelError(f"{what} answers {tokens}, and transformers {asked.answer}")
     # the server tells nothing of tokens that are a part of a character
@@ -119,7 +118,7 @@ def answers_of_transformers(folder: Path, processor: Any, with_images: bool) -> 
     model: Any = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, weights_only=True
     ).eval()
-    image, file = test_image(model.config.vision_config.image_size), io.BytesIO()
+    image, file = probe_image(model.config.vision_config.image_size), io.BytesIO()
     image.save(file, "PNG")
     shown = base64.b64encode(file.getvalue()).decode()
     found = []
@@ -139,13 +138,11 @@ def answers_of_transformers(folder: Path, processor: Any, with_images: bool) -> 
         best = logs.topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         chosen = logs.gather(1, answer[:, None])[:, 0].tolist()
-        found.append(
-            ComparedAnswer(messages, shown if has_image else None, prompt, ids, answer.tolist(), chosen, margins)
-        )
+        found.append(ComparedAnswer(messages, shown if has_image else None, ids, answer.tolist(), chosen, margins))
     return found
 
 
-def test_image(side: int) -> Image.Image:
+def probe_image(side: int) -> Image.Image:
     """Return a square image of random patches, with a side of so many pixels."""
     coarse = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)

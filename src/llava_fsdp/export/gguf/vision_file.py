@@ -116,7 +116,7 @@ def tensors_of(folder: ModelFolder, asked: KeptDType) -> dict[str, GgufTensor]:
         theirs = file_name(name, last_layer(folder))
         if theirs is not None:
             kind = type_of(stored.shape, stored.dtype, asked, theirs in EXACT)
-            found[theirs] = GgufTensor(name, stored.shape, kind, stored.read)
+            found[theirs] = GgufTensor(stored.shape, kind, stored.read)
     return found
 
 

@@ -147,7 +147,7 @@ def splitting_rule(content: Mapping[str, Any], path: Path) -> str:
     rule = RULES.get(tuple(described(step) for step in steps))
     reason = ""
     if rule is None:
-        reason = f"its pre_tokenizer is none of {', '.join(RULES.values())}, and its words do not begin with {SPACE}"
+        reason = f"its pre_tokenizer is not one of {', '.join(RULES.values())}, and its words do not begin with {SPACE}"
     elif changes - {"NFC"}:
         reason = f"its normalizer has {', '.join(sorted(changes))}"
     elif bool(content["model"].get("ignore_merges")) != (rule in WHOLE_WORDS):
