@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers_reader
 import vllm_reader
+import vllm_server_reader
 from consumer_models import MODELS, TOKENS, questions, train_model, write_images
 from small import conversion
 
@@ -82,6 +83,15 @@ def test_answers_as_transformers(
     """The processor of LLaVA-OneVision needs torchvision, so transformers runs in vLLM's environment, too."""
     folder = runs(name) / "export"
     assert_same(ask(python, vllm_reader, folder, images), ask(python, transformers_reader, folder, images))
+
+
+def test_its_openai_server_answers_the_same(
+    runs: Callable[[str], Path], python: Path, images: dict[str, list[Path]]
+) -> None:
+    folder = runs(next(iter(MODELS))) / "export"
+    expected = ask(python, vllm_reader, folder, images)
+    for name, said in ask(python, vllm_server_reader, folder, images).items():
+        assert said == {key: expected[name][key] for key in ("ids", "answer")}, name
 
 
 def test_adapters_by_its_own_loader(

@@ -16,6 +16,7 @@ from transformers import AutoConfig, LlamaConfig
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
 from llava_fsdp.data.images.video import VideoSampling
+from llava_fsdp.export.card.model_card import FolderKind
 from llava_fsdp.export.write import formats, weights_writer
 from llava_fsdp.export.write.formats import (
     SourceModel,
@@ -64,7 +65,7 @@ def source(whole: Path | None = None) -> SourceModel:
 
 
 def test_notes_say_all_of_it(tmp_path: Path) -> None:
-    write_notes(source(), tmp_path, {"dtype": "bf16"})
+    write_notes(source(), tmp_path, FolderKind.projector, {"dtype": "bf16"})
     found = json.loads((tmp_path / "llava_fsdp.json").read_text())
     assert {key: value for key, value in found.items() if key not in ("files", "digest")} == {
         "run": "r", "stage": "s", "step": 3, "train": ["projector"], "dtype": "bf16", "template": "plain",
@@ -315,7 +316,8 @@ def test_generation_is_configured_as_in_the_originals_folder(tmp_path: Path) -> 
 def test_notes_say_how_frames_of_videos_are_chosen(tmp_path: Path) -> None:
     """Of a model that takes videos alone."""
     for aspect, video in ((AspectRatio.anyres_max, {"video_fps": 2.5, "video_frames": 11}), (AspectRatio.pad, {})):
-        write_notes(replace(source(), aspect=aspect, video_sampling=VideoSampling(2.5, 11)), tmp_path, {})
+        changed = replace(source(), aspect=aspect, video_sampling=VideoSampling(2.5, 11))
+        write_notes(changed, tmp_path, FolderKind.projector, {})
         found = json.loads((tmp_path / "llava_fsdp.json").read_text())
         assert {key: value for key, value in found.items() if key.startswith("video")} == video
 

@@ -333,7 +333,7 @@ def test_what_cannot_be_tried_with_values_is_planned(monkeypatch: pytest.MonkeyP
     """Where there is no small copy; and where its export cannot be read, since a plan may say more clearly why."""
     planned: list[int] = []
     monkeypatch.setattr(rehearsal, "rehearse_on_meta", lambda model, dtype, rows: planned.append(rows))
-    monkeypatch.setattr(rehearsal, "begin_hf", lambda *_: 70)
+    monkeypatch.setattr(rehearsal, "begin_hf", lambda *_: (70, []))
     monkeypatch.setattr(rehearsal, "has_tokenizer", lambda _: False)
     monkeypatch.setattr(rehearsal, "hf_config", lambda *_: None)
     monkeypatch.setattr(rehearsal, "check_names", lambda *_: None)

@@ -11,8 +11,9 @@ from tiled import parts_of
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.export.write.formats import begin_hf, source_of_run
-from llava_fsdp.export.write.remarks import remarks_on, write_remarks
+from llava_fsdp.export.card.model_card import REMARKS, FolderKind
+from llava_fsdp.export.write.formats import begin_hf, source_of_run, write_notes
+from llava_fsdp.export.write.remarks import log_remarks, remarks_on
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 
@@ -41,12 +42,10 @@ def test_a_limit_on_tiles_that_vllm_does_not_read_is_told(
     assert [f"data.max_tiles={most}" in remark and "vLLM" in remark for remark in found] == [True] * told
 
 
-def test_remarks_stand_in_the_log_and_in_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_remarks(tmp_path, [])
-    assert not list(tmp_path.iterdir()) and not caplog.records
-    write_remarks(tmp_path, ["one thing", "another"])
+def test_remarks_stand_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert log_remarks([]) == [] and not caplog.records
+    assert log_remarks(["one thing", "another"]) == ["one thing", "another"]
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    assert (tmp_path / "README.md").read_text().count("\n- ") == 2
 
 
 @pytest.mark.parametrize("most", [2, 9])
@@ -62,7 +61,7 @@ def test_an_export_of_llava_onevision_tells_its_limit(
     folder = tmp_path / "export"
     folder.mkdir()
     source = source_of_run(build_llava(find_parts(cfg.model), cfg.model, torch.float32), cfg, "", 0)
-    begin_hf(source, torch.float32, folder)
-    assert (folder / "README.md").is_file() == ("data.max_tiles=2" in caplog.text) == (most == 2)
-    if most == 2:
-        assert "data.max_tiles=2" in (folder / "README.md").read_text()
+    _, remarks = begin_hf(source, torch.float32, folder)
+    assert bool(remarks) == ("data.max_tiles=2" in caplog.text) == (most == 2)
+    write_notes(source, folder, FolderKind.llava_of_transformers, {REMARKS: remarks})
+    assert ("data.max_tiles=2" in (folder / "README.md").read_text()) == (most == 2)

@@ -24,6 +24,7 @@ NEEDED = {
     "AutoImageProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModelForCausalLM.from_config": {"trust_remote_code": False},
+    "AutoModelForCausalLM.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModelForImageTextToText.from_config": {"trust_remote_code": False},
     "kind.from_config": {"trust_remote_code": False},
     "causal.from_config": {"trust_remote_code": False},

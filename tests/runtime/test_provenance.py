@@ -353,7 +353,7 @@ def test_accept_refuses_what_it_cannot_mean(copied: Path, parts: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             export(command(source, f"accept=[{name}]"))
-    with pytest.raises(ConfigError, match="to="):
+    with pytest.raises(ConfigError, match="accept"):
         export(conversion(folder, copied / "to", "accept=[config.json]"))
     with pytest.raises(ConfigError, match="to is not set"):
         export(command(folder))

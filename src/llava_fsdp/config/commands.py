@@ -1,7 +1,7 @@
 """Configuration keys of all commands of `llava-fsdp` except `train`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llava_fsdp.config.bounds import at_least
 from llava_fsdp.config.keys.data import DataConfig, StageConfig
@@ -140,6 +140,10 @@ class EvaluateConfig:
     model: TrainedModelConfig
     task: Task
     """Kind of questions, which also decides how answers are scored."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lmms-eval to ask instead of the questions of `task`; none if empty."""
+    tasks_folder: str | None = None
+    """Folder with tasks of lmms-eval of your own."""
     reference: str | None = None
     """Model that task=pairs compares with. Its log-probabilities of the answers are subtracted; null: none."""
     questions: str | None
@@ -171,6 +175,10 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value, or a combination of values, is not allowed."""
+        if self.tasks:
+            self.check_tasks()
+        if self.tasks_folder is not None and not self.tasks:
+            raise ConfigError(f"tasks_folder={self.tasks_folder} needs the names of tasks in it: tasks=[NAME]")
         if self.reference is not None and self.task is not Task.pairs:
             raise ConfigError(f"reference={self.reference} is for task=pairs, not {self.task.value}")
         if self.task in (Task.conversations, Task.pairs):
@@ -192,6 +200,14 @@ class EvaluateConfig:
         at_least("show", self.show, 0)
         for name in ("batch_size", "max_new_tokens", "limit"):
             at_least(name, getattr(self, name), 1)
+
+    def check_tasks(self) -> None:
+        """Raise ConfigError if a key is set that has no meaning for tasks of lmms-eval."""
+        for key in ("questions", "annotations", "submission", "reference"):
+            if (value := getattr(self, key)) is not None:
+                raise ConfigError(f"{key}={value} is not for tasks, which bring their own questions; leave it out")
+        if self.blank or self.suffix or self.task is not Task.conversations:
+            raise ConfigError("tasks are asked as lmms-eval asks them: leave out blank, suffix and task")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -282,6 +298,11 @@ class ConversionConfig:
     """How images are fitted into the square input of the vision tower; null: the same as in the source."""
     overwrite: bool
     """Whether to replace an existing model folder at `to`."""
+    push: str | None = None
+    """Name on the Hugging Face hub under which the written folder is pushed: USER/NAME or USER/NAME@BRANCH. Without
+    `to`, the folder `source` is pushed as it is, or the export in the run `source`."""
+    push_private: bool = True
+    """Whether a model that `push` creates on the hub can be seen only by its owner."""
     which: Which = Which.last
     """If `source` is a run: the step whose weights are exported; best needs checkpoint.best in the run."""
     verify: bool

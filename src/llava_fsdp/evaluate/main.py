@@ -31,10 +31,20 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file, storage_errors
 from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
+from llava_fsdp.evaluate.lmms_tasks import configuration_of, score_tasks
 from llava_fsdp.evaluate.pairs import evaluate_pairs, table_of_pairs
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
-from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, submission_of, table_of
+from llava_fsdp.evaluate.record_scores import public_names, record_scores
+from llava_fsdp.evaluate.results import (
+    BLANK,
+    BLIND,
+    put_beside,
+    score_all,
+    submission_of,
+    table_of,
+    table_of_tasks,
+)
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.adapters.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.sources.pretrained import resolve_model
@@ -57,6 +67,8 @@ def evaluate(cfg: EvaluateConfig) -> None:
     images if the configuration says so, to compare the accuracy. With task=pairs, the model answers nothing; it is
     computed how probable it finds the two answers of each pair."""
     shard = open_shard(cfg)
+    if cfg.tasks:
+        return evaluate_tasks(cfg, shard)
     if cfg.task in (Task.conversations, Task.pairs):
         draw_shapes(cfg.data)
     if cfg.data.images is not None and is_remote(cfg.data.images):
@@ -64,7 +76,9 @@ def evaluate(cfg: EvaluateConfig) -> None:
     if cfg.task is Task.pairs:
         scores = evaluate_pairs(cfg)
         console = TextConsole(width=None if sys.stdout.isatty() else 120)
-        return print(json.dumps(scores)) if cfg.format is Format.json else console.print(table_of_pairs(scores))
+        print(json.dumps(scores)) if cfg.format is Format.json else console.print(table_of_pairs(scores))
+        history = open_model(cfg.model.checkpoint, AUTO).source.history
+        return record_scores(cfg, cfg.task.value, public_names(cfg), scores, history)
     questions = read_questions(cfg)
     check_images(questions, cfg.data)
     generator = BenchmarkAnswerer(cfg, questions, shard)
@@ -98,6 +112,32 @@ def evaluate(cfg: EvaluateConfig) -> None:
         print(json.dumps(result))
     else:
         print_result(cfg.show, questions, answers, result)
+    record_scores(cfg, cfg.task.value, public_names(cfg), result, generator.opened.source.history)
+
+
+def evaluate_tasks(cfg: EvaluateConfig, shard: QuestionShard) -> None:
+    """Let a model answer the tasks of lmms-eval, print their scores, and record them in the folder of the model's
+    run."""
+    generators: list[BenchmarkAnswerer] = []
+
+    def answer(task: str, questions: list[BenchmarkQuestion], max_new_tokens: int) -> list[str]:
+        """Answer the questions of a task; the model is loaded once for all of them."""
+        log().info("task %s: %d questions", task, len(questions))
+        check_images(questions, cfg.data)
+        generator = BenchmarkAnswerer(configuration_of(cfg, task, max_new_tokens), questions, shard)
+        generator.assistant = generators[-1].assistant if generators else None
+        generators.append(generator)
+        return generator.answers(blank=False)
+
+    scores = score_tasks(cfg, answer)
+    if scores is None:
+        return
+    if cfg.format is Format.json:
+        print(json.dumps({"checkpoint": cfg.model.checkpoint, "tasks": scores}))
+    else:
+        TextConsole(width=None if sys.stdout.isatty() else 120).print(table_of_tasks(scores))
+    for task, numbers in scores.items() if generators else ():
+        record_scores(cfg, f"lmms-eval {task}", task, numbers, generators[-1].opened.source.history)
 
 
 def conversations_of(cfg: DataConfig) -> str | dict[str, str] | None:

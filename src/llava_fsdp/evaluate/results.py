@@ -117,6 +117,18 @@ def table_of(result: Numbers) -> Table:
     return table
 
 
+def table_of_tasks(scores: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the scores of lmms-eval's tasks as a table, a row for each score, as lmms-eval computes it."""
+    table = Table(box=SIMPLE, pad_edge=False, title="scores by lmms-eval", title_justify="left")
+    for title in ("task", "questions", "score", "value"):
+        table.add_column(title, justify="left" if title in ("task", "score") else "right", no_wrap=True)
+    for task, numbers in scores.items():
+        for name, value in numbers.items():
+            if name != "questions":
+                table.add_row(task, str(numbers.get("questions") or ""), name, f"{value:.4f}")
+    return table
+
+
 def number_text(value: float) -> str:
     return f"{100 * value:.2f}" if isinstance(value, float) else f"{value:,}"
 

@@ -8,7 +8,7 @@ LLaVA, the projector file of the original LLaVA, or GGUF files for llama.cpp.
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from llava_fsdp.checkpoint.retention import best_checkpoint
 from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptDType, Which
 from llava_fsdp.data.text.chat_template.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
+from llava_fsdp.export.card.model_card import REMARKS, FolderKind, write_card_and_notes
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.gguf.gguf_folder import (
     MODEL,
@@ -29,6 +30,7 @@ from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, wri
 from llava_fsdp.export.prove.prove_reading import prove_reading
 from llava_fsdp.export.prove.verify_logits import Adapted, Rounded, prove, prove_merge
 from llava_fsdp.export.prove.whole_class import prove_class
+from llava_fsdp.export.push import check_address, open_hub, push_folder
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.export.write.formats import SourceModel, write_folder, write_notes
@@ -40,9 +42,18 @@ from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
-from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import NOTES, write_sealed_notes
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes
+from llava_fsdp.runtime.files.unfinished import (
+    EXPORT,
+    earlier_export,
+    has_export,
+    is_run,
+    refuse_staged,
+    run_of,
+    why_no_export,
+)
 from llava_fsdp.runtime.text.humanize import readable
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading
@@ -50,29 +61,79 @@ from llava_fsdp.runtime.text.progress import watch_loading
 NOT_VERIFIED = "not verified"
 
 
-@torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. It gets its final name after the
-    logits of the written model were compared with those of the source (unless `cfg.verify` is false).
+    """Convert the model `cfg.source` into the folder `cfg.to` (see `convert`), push that folder to the Hugging Face hub
+    if `cfg.push` names a place there, and return it.
 
-    If `cfg.accept` names files, nothing is converted: new digests of these files in the folder `cfg.source` are
-    recorded, and that folder is returned.
+    Nothing is converted if `cfg.accept` names files: new digests of these files in the folder `cfg.source` are
+    recorded. Nor if `cfg.to` is None and `cfg.push` is set: the folder `cfg.source`, or the export of a run, is pushed
+    as it is.
 
     Raises:
-        ConfigError: a setting is wrong, or `cfg.to` exists and may not be replaced.
-        ModelError: the source cannot be read, the format does not support the model, or the logits differ.
+        ConfigError: a setting is wrong, `cfg.to` exists and may not be replaced, or the hub refuses this user.
+        ModelError: the source cannot be read, the format does not support the model, or the logits differ; or the
+            folder to push was changed, or holds a secret.
         CheckpointError: a checkpoint cannot be read, or `cfg.to` cannot be written.
+        HubError: the hub cannot be reached.
     """
     if cfg.accept:
-        if cfg.to is not None:
-            raise ConfigError(f"accept only writes digests into source={cfg.source}; leave out accept or to={cfg.to}")
+        if cfg.to is not None or cfg.push is not None:
+            raise ConfigError(f"accept only writes digests into source={cfg.source}; leave out accept, or to and push")
         accept(Path(cfg.source), cfg.accept)
         return Path(cfg.source)
-    if cfg.to is None:
-        raise ConfigError("to is not set; give the folder to write on the command line: to=FOLDER")
+    if cfg.push is None:
+        if cfg.to is None:
+            raise ConfigError("to is not set; give the folder to write on the command line: to=FOLDER")
+        return convert(cfg, cfg.to)
+    place = check_address(cfg.push)
+    made = pushable(cfg) if cfg.to is None else None
+    hub = open_hub(place)  # before the conversion, which may take minutes
+    folder = convert(cfg, cfg.to) if cfg.to is not None else made
+    assert folder is not None
+    push_folder(folder, place, hub, cfg.push_private, run_of(Path(cfg.source)))
+    return folder
+
+
+def pushable(cfg: ConversionConfig) -> Path:
+    """Return the folder that is pushed if nothing is converted: `cfg.source`, or the `export` in the folder of a run.
+
+    Raises:
+        ConfigError: a key asks for a conversion, or llava_fsdp did not write the folder.
+        CheckpointError: the run has no export.
+        ModelError: the folder is one whose writing did not end.
+    """
+    source = Path(cfg.source)
+    refuse_staged(cfg.source, "source")
+    plain = {field.name: field.default for field in fields(cfg) if field.name in ("gguf_clip", "which")}
+    plain |= {"format": FolderFormat.hf, "dtype": KeptDType.keep, "template": AUTO}
+    plain |= dict.fromkeys(("base", "language", "vision", "image_aspect_ratio"))
+    changed = [key for key, value in plain.items() if getattr(cfg, key) != value]
+    if changed:
+        raise ConfigError(f"{changed[0]} asks for a conversion: give the folder to write with to=FOLDER")
+    if not is_run(source):
+        folder = source
+    elif has_export(source):
+        folder = source / EXPORT
+        if (warning := earlier_export(source)) is not None:
+            log().warning("%s", warning)
+    else:
+        raise CheckpointError(f"source={source} {why_no_export(source)}; to push another form of it give to=FOLDER")
+    if not (folder / NOTES).is_file():
+        raise ConfigError(
+            f"push: {folder} has no {NOTES}, so llava_fsdp did not write it; give to=FOLDER too, to convert the model "
+            "first"
+        )
+    return folder
+
+
+@torch.no_grad()
+def convert(cfg: ConversionConfig, to: str) -> Path:
+    """Convert the model `cfg.source` into the folder `to`, and return that folder. It gets its final name after the
+    logits of the written model were compared with those of the source (unless `cfg.verify` is false). Raises the errors
+    of `export`."""
     if cfg.template != AUTO and not is_own(cfg.template):
         template(cfg.template)  # raises the error for a template that does not exist
-    final = Path(cfg.to).resolve()
+    final = Path(to).resolve()
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)
     opened = open_source(with_best(cfg))
@@ -152,7 +213,7 @@ def write_and_prove_gguf(content: Content, staged: Path, name: str, cfg: Convers
         with saying_what_is_left(staged):
             checked = prove_gguf_folder(folder, staged)
     shutil.rmtree(folder)
-    write_sealed_notes(staged, notes)
+    write_card_and_notes(staged, FolderKind.gguf, notes)
     return checked
 
 
@@ -198,7 +259,9 @@ def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) 
         write_folder(form if content.apart is None else FolderFormat.hf, content.source, weights, staged, notes)
         if content.apart is not None:
             write_adapters(staged, content.apart)
-            write_notes(content.source, staged, notes)  # again, with digests of the adapters
+            remarks = {key: value for key, value in read_notes(staged).items() if key == REMARKS}
+            # again, with digests of the adapters
+            write_notes(content.source, staged, FolderKind.with_adapters, {**notes, **remarks})
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise

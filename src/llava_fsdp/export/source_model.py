@@ -31,6 +31,7 @@ from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.chat_template.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.data.text.teaching import Teaching
+from llava_fsdp.export.card.history import history_in
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.prove.verify_logits import Adapted
 from llava_fsdp.export.write.adapter_folder import check_fingerprint
@@ -334,11 +335,6 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         video_sampling=VideoSampling.of_limits(notes.get("video_fps"), notes.get("video_frames")),
         teaching=Teaching.of_text(notes.get("teaching")),
     )
-
-
-def history_in(notes: dict[str, Any]) -> dict[str, Any]:
-    """Return what the notes of a folder say about the training that produced the model."""
-    return {key: notes[key] for key in ("run", "stage", "step", "train") if key in notes}
 
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import Attention, Config, ModelConfig
 from llava_fsdp.model.packed_attention.attention import Kernel, choose_kernel, not_for_flash
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.sources.gguf_source import is_gguf
 from llava_fsdp.model.sources.pretrained import PACKAGE, find_parts, resolve, separate_parts
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError
@@ -41,7 +42,7 @@ def folder_of(name: str, key: str) -> Path:
     Raises:
         ConfigError: there is no such folder.
     """
-    if name.startswith(PACKAGE) or Path(name).is_dir():
+    if name.startswith(PACKAGE) or Path(name).is_dir() or is_gguf(name):
         return resolve(name, key)
     folder = SHAPES / name.replace("/", "--")
     if not folder.is_dir():

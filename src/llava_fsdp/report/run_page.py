@@ -8,7 +8,14 @@ from llava_fsdp.report.charts.svg import short_text
 from llava_fsdp.report.results import TEXTS, loss_name, results_of
 from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import RunRecord
-from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
+from llava_fsdp.report.run_tables import (
+    Thumbnail,
+    answers,
+    evaluations,
+    history_tables,
+    settings,
+    validation_sources,
+)
 from llava_fsdp.runtime.text.humanize import duration, format_time, readable
 
 SHOWN = (
@@ -21,7 +28,7 @@ SHOWN = (
 def report_page(run: RunRecord, thumbnail: Thumbnail) -> str:
     """Return the report page of a run as HTML. `thumbnail`: returns the data: URL for an image's path, or None."""
     charts = figures(charts_of(run)) or "<p>No step has been taken yet.</p>\n"
-    validated = [*validation_sources(run), *answers(run, thumbnail)]
+    validated = [*validation_sources(run), *evaluations(run), *answers(run, thumbnail)]
     parts = [header(run), tiles(run), charts, *validated, *settings(run), *history_tables(run)]
     return whole_page(f"{run.name} · {run.state}", "".join(parts))
 

@@ -24,6 +24,7 @@ from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.run_dir import is_known_free
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.files.scores_file import read_scores
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object
 from llava_fsdp.runtime.files.status_file import KILLED, is_without_end, mode_of, status_of
 from llava_fsdp.runtime.text.humanize import format_time
@@ -57,6 +58,8 @@ class RunRecord:
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Each start of the run in order, with versions, device, command and so on (`run_info.py`)."""
     validations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Entries of results.json (`scores_file.py`)."""
     status: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     """Value by dotted key."""
@@ -129,6 +132,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thin_out(read_validations(run))
+    run.evaluations = read_scores(folder)
     run.status = status_or_why(folder)
     # a status without an end, and nobody holds the lock
     if not is_own and is_without_end(run.status) and is_known_free(folder):

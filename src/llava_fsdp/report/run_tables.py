@@ -9,6 +9,7 @@ from llava_fsdp.report.charts.html import section, shorten_middle, table
 from llava_fsdp.report.results import format_number, loss_name
 from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.shown_answers import choose_answers
+from llava_fsdp.runtime.files.scores_file import scores_text
 from llava_fsdp.runtime.text.humanize import format_time, readable
 
 MOST_STARTS = 50
@@ -92,6 +93,16 @@ def validation_sources(run: RunRecord) -> Iterator[str]:
         f"Validation by source, step {row['step']:,}",
         table(["source", "label tokens", "loss", "questions", score], lines),
     )
+
+
+def evaluations(run: RunRecord) -> Iterator[str]:
+    """Yield an HTML table of the scores in results.json, which `llava-fsdp evaluate` has recorded."""
+    lines = [
+        [entry["task"], entry["data"], entry.get("step"), entry.get("questions"), scores_text(entry["scores"])]
+        for entry in run.evaluations[-MOST_ROWS:]
+    ]
+    if lines:
+        yield section("Evaluations", table(["task", "data", "step", "questions", "scores"], lines))
 
 
 def settings(run: RunRecord) -> Iterator[str]:

@@ -194,6 +194,14 @@ class FolderLost(CheckpointError):
         self.may_be_recorded = may_be_recorded
 
 
+class HubError(LlavaFsdpError):
+    """Error: the Hugging Face hub could not be reached, or did not take what was pushed. Running the command again may
+    help."""
+
+    ending = "communication"
+    on_every_rank = False
+
+
 class OffloadError(ConfigError):
     """Error: host memory or disk space is too small for what the key `offload` moves there. Raised only on the rank
     that lacks it."""

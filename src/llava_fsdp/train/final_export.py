@@ -36,7 +36,7 @@ from llava_fsdp.export.write.adapter_folder import (
 )
 from llava_fsdp.export.write.class_adapter import writer_class
 from llava_fsdp.export.write.folded_head import HEAD, folding_rounds, with_folded_head
-from llava_fsdp.export.write.formats import history, source_of_run, write_folder
+from llava_fsdp.export.write.formats import source_of_run, write_folder
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import FOLDER, check_changed
 from llava_fsdp.model.adapters.lora_names import is_adapter, module_of
@@ -165,9 +165,8 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
             "train it for more steps, or write nothing of a rehearsal: export.enabled=false",
         )
         make_empty(staged)
-        notes = history(state.run, cfg.stage.name, state.step, cfg.model.train)
         writer = writer_of(state, cfg)
-        writer.write(staged, tensors, notes)
+        writer.write(staged, tensors, {"run": state.run, "step": state.step})
         prove_adapter(staged, tensors, writer.is_of_class)
         publish_folder(staged, final)
         log().info(
@@ -491,7 +490,7 @@ def adapter_in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None
         def write(folder: Path, found: Checkpoint) -> None:
             tensors = frozen | saved_weights(found)
             step, run = found.facts["step"], found.facts["run"]
-            writer.write(folder, {n: tensors[n] for n in names}, history(run, cfg.stage.name, step, cfg.model.train))
+            writer.write(folder, {n: tensors[n] for n in names}, {"run": run, "step": step})
 
         shapes = {n: MemoryTensor(p.detach()) if (p := trained.get(n)) is not None else state.sources[n] for n in names}
         return AdapterCopy(writer.nbytes(shapes), write)

@@ -72,7 +72,8 @@ class QuantizeConfig:
 class ModelConfig:
     name: str
     language: str
-    """Folder or hub name of the language model. `package:NAME` is a folder that is part of this package."""
+    """Folder or hub name of the language model, or a GGUF file. `package:NAME` is a folder that is part of this
+    package."""
     vision: str
     """Folder or hub name of the vision tower. `package:NAME` is a folder that is part of this package."""
     checkpoint: str | None

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from llava_fsdp.config import KeptDType
 from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.export.card.model_card import REMARKS
 from llava_fsdp.export.gguf.gguf_writer import import_gguf
 from llava_fsdp.export.gguf.language_file import kind_of, write_language
 from llava_fsdp.export.gguf.model_folder import ModelFolder
@@ -18,9 +19,10 @@ from llava_fsdp.export.gguf.run_llama_cpp import NoAnswer, has_llama_cpp, prove_
 from llava_fsdp.export.gguf.vision_file import CLIP, CLIP_FAULT, check_vision, write_vision
 from llava_fsdp.export.gguf.vocabulary import ENDS, normalizes, splitting_rule
 from llava_fsdp.export.write.formats import SourceModel, check_hf, hf_config
+from llava_fsdp.export.write.remarks import log_remarks
 from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.provenance import README, read_notes
+from llava_fsdp.runtime.files.provenance import read_notes
 from llava_fsdp.runtime.files.safe_load import LARGE, read_json
 from llava_fsdp.runtime.process.host import read_host
 from llava_fsdp.runtime.text.humanize import readable
@@ -57,8 +59,8 @@ def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> N
 
 
 def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -> dict[str, Any]:
-    """Write `model.gguf`, `mmproj.gguf`, a `Modelfile` for Ollama and a `README.md` into the folder `staged`, which
-    exists. Return what its `llava_fsdp.json` is to say besides digests.
+    """Write `model.gguf`, `mmproj.gguf` and a `Modelfile` for Ollama into the folder `staged`, which exists. Return
+    what its `llava_fsdp.json` is to say besides digests.
 
     Args:
         source: folder of a LLaVA in transformers' format, which `llava-fsdp export` wrote.
@@ -76,12 +78,9 @@ def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -
     ends = [keys[f"tokenizer.ggml.{end}_token_id"] for end in ENDS if f"tokenizer.ggml.{end}_token_id" in keys]
     stops = [keys["tokenizer.ggml.tokens"][number] for number in ends]
     (staged / "Modelfile").write_text(modelfile(find_texts(tokenizer), stops))
-    remarks = remarks_on(folder)
-    for remark in remarks:
-        log().warning("%s", remark)
-    (staged / README).write_text(readme(source, remarks))
     notes = {key: value for key, value in read_notes(source).items() if key not in ("files", "digest", "dtype")}
-    return {**notes, "dtype": asked.value}
+    remarks = [*log_remarks(remarks_on(folder)), *notes.get(REMARKS, [])]
+    return {**notes, "dtype": asked.value, REMARKS: remarks}
 
 
 def remarks_on(folder: ModelFolder) -> list[str]:
@@ -102,26 +101,6 @@ def remarks_on(folder: ModelFolder) -> list[str]:
     if folder.vision["model_type"] == CLIP:
         found.insert(0, f"Answers about images are wrong: {CLIP_FAULT}.")
     return found
-
-
-def readme(source: Path, remarks: list[str]) -> str:
-    """Return the text of the folder's `README.md`."""
-    own = source / README
-    lines = [
-        "# A model for llama.cpp and Ollama",
-        "",
-        "```",
-        f"llama-server --model {MODEL} --mmproj {MMPROJ}",
-        "ollama create NAME --file Modelfile",
-        "```",
-        "",
-        "Ollama was not tried. By its documents an image stands before the question, without a line break. For the "
-        "prompt of training begin the question with `[img]` and a line break.",
-        "",
-        *(f"- {remark}" for remark in remarks),
-    ]
-    text = "\n".join(lines) + "\n"
-    return f"{text}\n## In transformers\n\n{own.read_text()}" if own.is_file() else text
 
 
 def prove_gguf_folder(source: Path, staged: Path) -> str:

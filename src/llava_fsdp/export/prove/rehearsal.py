@@ -88,7 +88,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
     """
     model, parts = source.model, source.model.parts
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
-        rows = begin_hf(source, dtype, Path(made))  # number of rows of the exported embeddings
+        rows, _ = begin_hf(source, dtype, Path(made))  # number of rows of the exported embeddings
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
             check_image_tokens(Path(made), PROBE_SIZE, len(source.image_tokens.of(PROBE_SIZE, 1)))
     try:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import without_enums
 from llava_fsdp.config import KeptDType, LoraConfig, ModelConfig
+from llava_fsdp.export.card.model_card import FolderKind
 from llava_fsdp.export.write.formats import (
     SourceModel,
     copy_or_convert_tokenizer,
@@ -48,26 +49,11 @@ from llava_fsdp.model.weights.init_weights import Drawn
 from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor, open_file
 from llava_fsdp.model.weights.weight_names import PEFT, in_adapter
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.files.provenance import NOTES, README, read_notes
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes
 from llava_fsdp.runtime.text.log import log
 
 ROOM = 512
 """Estimated number of bytes that each tensor takes in the header of a safetensors file."""
-
-
-CARD = """# Before you use these adapters
-
-- peft puts them on the language model alone: `PeftModel.from_pretrained(AutoModelForCausalLM..., FOLDER)`.
-- vLLM, and peft over transformers' LLaVA class, know other names of modules. vLLM ignores the names in this folder
-  without an error, and no program but the original LLaVA and llava_fsdp loads the projector, which is in
-  `non_lora_trainables`.
-- Serve the merged model instead: the folder `export` of the training, or
-  `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
-- Or write the base model with the projector, and the adapters with the names of transformers' class beside it:
-  `llava-fsdp export source=FOLDER to=DIR format=peft`, then `vllm serve DIR --enable-lora --lora-modules
-  NAME=DIR/adapter`.
-"""
-"""Contents of the file README.md in a LoRA adapter folder."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +93,26 @@ class AdapterWriter:
     small_files: dict[str, bytes]
     is_of_class: ClassVar[bool] = False
     """Whether the files have the names of a class of transformers (`open_adapter`)."""
+    kind: ClassVar[FolderKind] = FolderKind.adapters
+    """Kind of the folder, for its model card."""
 
     def write(
         self,
         folder: Path,
         tensors: Mapping[str, Stored],
-        history: dict[str, Any],
+        now: Mapping[str, Any],
     ) -> None:
         """Write a LoRA adapter folder, which must be empty or absent before: the tensors, given by llava_fsdp's
-        parameter names, their configuration, and `llava_fsdp.json` with the history. Only one tensor of the adapters is
-        in memory at a time. Tensors for which `is_apart` is true, such as the projector's, get files of their own
+        parameter names, their configuration, a model card, and `llava_fsdp.json`. Only one tensor of the adapters is in
+        memory at a time. Tensors for which `is_apart` is true, such as the projector's, get files of their own
         (`non_lora_trainables`).
 
-        `history` is the id of the training, its stage and the step that produced the adapter.
+        `now` has the id of the training and the step that produced the adapter, by `run` and `step`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-        (folder / README).write_text(self.card)
         write_json(folder / ADAPTER_CONFIG, self.settings)
         self.write_adapters(folder, {n: t for n, t in tensors.items() if not self.is_apart(n)})
         self.write_others(folder, {n: t for n, t in tensors.items() if self.is_apart(n)})
@@ -137,7 +124,7 @@ class AdapterWriter:
             "base": self.base.fingerprint,
             BASE_CONFIG: base_config(self.source.model.parts),
         }
-        write_notes(replace(self.source, history=history), folder, notes)
+        write_notes(replace(self.source, history={**self.source.history, **now}), folder, self.kind, notes)
 
     def write_adapters(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         """Write `adapter_model.safetensors`, the adapters' weights in the file that peft reads. `tensors` are their
@@ -163,11 +150,6 @@ class AdapterWriter:
     def is_apart(self, name: str) -> bool:
         """Return whether a parameter is saved in the files `non_lora_trainables`."""
         return is_projector(name)
-
-    @property
-    def card(self) -> str:
-        """Contents of the file README.md."""
-        return CARD
 
     @property
     def settings(self) -> dict[str, Any]:

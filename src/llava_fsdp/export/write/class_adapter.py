@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from llava_fsdp.export.card.model_card import FolderKind
 from llava_fsdp.export.write.adapter_folder import AdapterWriter, whole_rows
 from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.export.write.whole_folder import WholeSource
@@ -14,33 +15,19 @@ from llava_fsdp.model.adapters.lora_names import is_adapter
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.model.weights.weight_names import in_class_adapter
 
-CLASS_CARD = """# Before you use these adapters
-
-- peft puts them on the base model: `PeftModel.from_pretrained(AutoModelForImageTextToText..., FOLDER)`.
-- What was trained besides the adapters, such as the projector, is in `non_lora_trainables.safetensors`, if there is
-  such a file: no program but llava_fsdp loads it.
-- Serve the merged model instead: the folder `export` of the training, or
-  `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
-"""
-"""Contents of the file README.md in a LoRA adapter folder of a whole model of transformers."""
-
 
 @dataclass(frozen=True)
 class ClassAdapterWriter(AdapterWriter):
     """Writer of the LoRA adapter folders of a training of a whole model of transformers. No program but llava_fsdp
     reads what it saves beside the adapters, so that there is no file for the original LLaVA."""
 
-    is_of_class = True
+    is_of_class, kind = True, FolderKind.adapters_of_class
 
     def rename(self, name: str) -> str:
         return in_class_adapter(name)
 
     def is_apart(self, name: str) -> bool:
         return not is_adapter(name)
-
-    @property
-    def card(self) -> str:
-        return CLASS_CARD
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         """Write what was trained besides the adapters, if there is something."""

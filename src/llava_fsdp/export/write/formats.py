@@ -34,6 +34,8 @@ from llava_fsdp.data.text.chat_template.jinja_template import is_own, open_templ
 from llava_fsdp.data.text.teaching import Teaching
 from llava_fsdp.data.text.tokens.detokenize import eos_ids
 from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer, read_optional
+from llava_fsdp.export.card.history import history
+from llava_fsdp.export.card.model_card import REMARKS, FolderKind, license_notes, write_card_and_notes
 from llava_fsdp.export.write.folded_head import fields_of_folded_head, with_folded_head
 from llava_fsdp.export.write.generation_file import find_ends, generation_fields, write_generation
 from llava_fsdp.export.write.older_transformers import with_older_fields
@@ -48,7 +50,7 @@ from llava_fsdp.export.write.processor import (
     write_template,
     write_tokenizer,
 )
-from llava_fsdp.export.write.remarks import remarks_on, write_remarks
+from llava_fsdp.export.write.remarks import log_remarks, remarks_on
 from llava_fsdp.export.write.weights_writer import Weights, plan_renamed, with_buffers, write_projector, write_shards
 from llava_fsdp.export.write.whole_folder import WholeSource, whole_source_of_run, write_whole_folder
 from llava_fsdp.model.llava.llava import Llava
@@ -77,9 +79,15 @@ from llava_fsdp.model.whole.whole import Whole
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import read_notes, write_sealed_notes
+from llava_fsdp.runtime.files.provenance import read_notes
 from llava_fsdp.runtime.text.log import log
 
+KINDS = {
+    FolderFormat.hf: FolderKind.llava_of_transformers,
+    FolderFormat.llava: FolderKind.original,
+    FolderFormat.projector: FolderKind.projector,
+}
+"""Kinds of the folders that `write_folder` writes for a LLaVA."""
 KEPT_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -152,7 +160,7 @@ class SourceModel:
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel | WholeSource:
     """Return a description of a trained model, which may be sharded, after `step` steps. `run`: id of the training."""
     if isinstance(model, Whole):  # also with FSDP, which gives the model a subclass of its class
-        return whole_source_of_run(model, cfg, history(run, cfg.stage.name, step, cfg.model.train))
+        return whole_source_of_run(model, cfg, history(cfg, model.parts, run, step))
     assert isinstance(model, Llava)
     language, vision = names_of_parts(model.parts, cfg.model)
     return SourceModel(
@@ -168,7 +176,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
         language=language,
         vision=vision,
         renamed_tower=None,
-        history=history(run, cfg.stage.name, step, cfg.model.train),
+        history=history(cfg, model.parts, run, step),
         video_sampling=VideoSampling.of_limits(cfg.data.video_fps, cfg.data.video_frames),
     )
 
@@ -180,10 +188,6 @@ def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
         return cfg.language, cfg.vision
     notes, brings_tower = read_notes(parts.whole), parts.vision_folder.is_relative_to(parts.whole)
     return notes.get("language", ""), notes.get("vision", "") if brings_tower else cfg.vision
-
-
-def history(run: str, stage: str, step: int, train: list[str]) -> dict[str, Any]:
-    return {"run": run, "stage": stage, "step": step, "train": list(train)}
 
 
 def write_folder(
@@ -204,9 +208,10 @@ def write_folder(
         return write_whole_folder(folder_format, source, weights, staged, notes)
     failing = f"cannot write {staged}"
     rename = partial(original_name, projector_type=source.model.cfg.projector_type)
+    remarks: list[str] = []
     on_first_rank(lambda: make_empty(staged), failing)
     if folder_format is FolderFormat.hf:
-        rows = on_first_rank(lambda: begin_hf(source, weights.common_dtype, staged), failing)
+        rows, remarks = on_first_rank(lambda: begin_hf(source, weights.common_dtype, staged), failing)
         write_hf_weights(source, weights, staged, rows)
     elif folder_format is FolderFormat.llava:
         check_original(source.model)
@@ -218,14 +223,16 @@ def write_folder(
     else:  # the projector alone
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
-    on_first_rank(lambda: write_notes(source, staged, notes), failing)
+    told = {REMARKS: remarks} if remarks else {}
+    on_first_rank(lambda: write_notes(source, staged, KINDS[folder_format], {**notes, **told}), failing)
 
 
-def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str, Any]) -> None:
-    """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, further settings
-    (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
+def write_notes(source: SourceModel | WholeSource, staged: Path, kind: FolderKind, notes: dict[str, Any]) -> None:
+    """Write the model card of an exported folder of this kind, and `llava_fsdp.json`: settings that its other
+    files do not contain, further settings (`notes`), and digests (sizes and hashes) of all other files, which must be
+    complete."""
     if isinstance(source, WholeSource):  # its own files say how images and texts are prepared
-        return write_sealed_notes(staged, {**source.settings, **notes})
+        return write_card_and_notes(staged, kind, {**source.settings, **notes})
     notes = {
         **source.history,
         **notes,
@@ -236,6 +243,7 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str
         "pixels": source.pixels.value,
         "special_tokens": source.special_tokens.value,
         **({} if source.teaching is None else {"teaching": str(source.teaching)}),
+        **license_notes(source.model.parts.language_folder),
         "max_length": source.max_length,
         "vocab_size": source.vocabulary,
         "image_start_end": source.model.cfg.image_start_end,
@@ -245,12 +253,16 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str
             {} if source.sampling is None else {f"video_{key}": value for key, value in asdict(source.sampling).items()}
         ),
     }
-    write_sealed_notes(staged, notes)
+    write_card_and_notes(staged, kind, notes)
 
 
-def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
-    """Write all files of a model folder for transformers except the weights. Return the number of rows that the
-    exported embeddings must have: the trained ones, and further ones if the export adds tokens to the tokenizer."""
+def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> tuple[int, list[str]]:
+    """Write all files of a model folder for transformers except the weights and the last two.
+
+    Returns:
+        The number of rows that the exported embeddings must have: the trained ones, and further ones if the export adds
+        tokens to the tokenizer; and what other programs do differently with the model.
+    """
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
     has_video = source.aspect is AspectRatio.anyres_max  # the export is a LLaVA-OneVision, which takes videos
@@ -263,12 +275,12 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     check_template(parts.language_folder, staged, parts.language, source.template, start_end, tokens)
     ends, stop = find_ends(parts, source.template)
     write_generation(parts, staged, ends, ids.pad, rows)
-    write_remarks(staged, remarks_on(tokens, stop))
+    remarks = log_remarks(remarks_on(tokens, stop))
     llava_folder = original_folder(parts)
     if llava_folder is not None:  # the original LLaVA's files, for a later export in its format
         (staged / KEPT).mkdir()
         copy_files(llava_folder, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
-    return rows
+    return rows, remarks
 
 
 def write_hf_config(

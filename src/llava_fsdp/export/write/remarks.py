@@ -1,10 +1,7 @@
 """Tell the user of an exported model what other programs do differently with it than this project."""
 
-from pathlib import Path
-
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.runtime.files.provenance import README
 from llava_fsdp.runtime.text.log import log
 
 TILES_OF_VLLM = 9
@@ -34,11 +31,8 @@ def remarks_on(tokens: ImageTokens, stop: str | None) -> list[str]:
     return found
 
 
-def write_remarks(staged: Path, remarks: list[str]) -> None:
-    """Log remarks about an exported model as warnings, and write them, if there are any, into a `README.md` in its
-    folder."""
+def log_remarks(remarks: list[str]) -> list[str]:
+    """Log remarks about an exported model as warnings, and return them for its model card."""
     for remark in remarks:
         log().warning("%s", remark)
-    if remarks:
-        lines = ["# Before you use this model", "", *(f"- {remark}" for remark in remarks)]
-        (staged / README).write_text("\n".join(lines) + "\n")
+    return remarks

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import Config, FolderFormat, SpecialTokens
 from llava_fsdp.data.text.chat_template.jinja_template import OWN
 from llava_fsdp.data.text.teaching import Teaching
+from llava_fsdp.export.card.model_card import FolderKind, license_notes, write_card_and_notes
 from llava_fsdp.export.write.generation_file import write_generation_of_class
 from llava_fsdp.export.write.weights_writer import ReadPart, Weights, with_values, write_shards
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
@@ -40,7 +41,7 @@ from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import NOTES, write_sealed_notes
+from llava_fsdp.runtime.files.provenance import NOTES, README
 
 WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data",
@@ -108,7 +109,7 @@ class WholeSource:
             "teaching": None if self.teaching is None else str(self.teaching),
         }
         given = {key: value for key, value in values.items() if value is not None}
-        return {**self.history, "special_tokens": self.special_tokens.value, **given}
+        return {**self.history, "special_tokens": self.special_tokens.value, **given, **license_notes(self.folder)}
 
 
 def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any]) -> WholeSource:
@@ -153,7 +154,8 @@ def write_whole_folder(
     on_first_rank(begin, failing)
     loaded, complete = plan_folder(source, weights)
     write_shards(complete, staged, partial(plan_complete, loaded, complete), vocabulary=(), trained=0, rows=0)
-    on_first_rank(lambda: write_sealed_notes(staged, {**source.settings, **notes}), failing)
+    entries = {**source.settings, **notes}
+    on_first_rank(lambda: write_card_and_notes(staged, FolderKind.class_of_transformers, entries), failing)
 
 
 def check_plan(source: WholeSource) -> None:
@@ -213,8 +215,9 @@ def all_values(source: Any) -> torch.Tensor:
 
 
 def copy_others(folder: Path, staged: Path) -> None:
-    """Copy all files of a model folder but its weights and its config.json, bit for bit. Hidden files and the notes of
-    this package are left out, and so are subfolders with weights, which hold the same model in another form."""
+    """Copy all files of a model folder but its weights, its config.json and its model card, bit for bit. Hidden files
+    and the notes of this package are left out, and so are subfolders with weights, which hold the same model in another
+    form."""
     for place, names in files_to_copy(folder):
         to = staged / place.relative_to(folder)
         to.mkdir(parents=True, exist_ok=True)
@@ -224,7 +227,7 @@ def copy_others(folder: Path, staged: Path) -> None:
 
 def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield (folder, sorted names of its files to copy) for a model folder and its subfolders. Hidden files, weights,
-    the model's own config.json and llava_fsdp.json, and subfolders with weights are left out."""
+    the model's own config.json, model card and llava_fsdp.json, and subfolders with weights are left out."""
     for place, inside, names in os.walk(folder):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
         if Path(place) != folder and any(name.endswith(WEIGHTS) for name in names):
@@ -232,7 +235,7 @@ def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
             continue
         own = [name for name in names if not name.endswith(WEIGHTS) and not name.startswith(".")]
         at_top = Path(place) == folder
-        yield Path(place), sorted(name for name in own if not (at_top and name in ("config.json", NOTES)))
+        yield Path(place), sorted(name for name in own if not (at_top and name in ("config.json", README, NOTES)))
 
 
 def write_config(source: WholeSource, dtype: torch.dtype | None, staged: Path) -> None:

@@ -22,13 +22,14 @@ from llava_fsdp.model.adapters.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.logit_change import VISION_LANGUAGE
 from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.class_parts import class_parts
+from llava_fsdp.model.sources.gguf_source import folder_of_gguf, is_gguf
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.sources.saved_run import projector_cure, way_to_whole, whole_cure
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.conversions import has_tied_weights, is_tied, language_model_of, whole_model_of
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.files.provenance import NOTES, check_folder, listed_digests, read_notes
 from llava_fsdp.runtime.files.safe_load import SMALL, is_open_to_others, library_errors
 from llava_fsdp.runtime.files.unfinished import EXPORT, has_export, is_run, refuse_staged, run_of, why_no_export
 from llava_fsdp.runtime.text.log import log
@@ -36,7 +37,7 @@ from llava_fsdp.runtime.text.log import log
 PACKAGE = "package:"
 """Prefix of the names of models that are shipped with this package."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
+HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt", "README.md"]
 """Patterns for the names of the files that are downloaded from the hub."""
 CHECKPOINT_FILE = "manifest.json"
 """Name of a file by which checkpoints of a run are recognized: every checkpoint contains it, and no model folder."""
@@ -370,7 +371,8 @@ def resolve(name: str, key: str) -> Path:
 
 def find_folder(name: str, key: str) -> Path:
     """Return the folder of the model that the setting `key` names with `name`: one that this package ships, a local
-    one, or a download from the hub. Raises ConfigError if there is none, and ModelError if the hub cannot be read."""
+    one, one made of a GGUF file, or a download from the hub. Raises ConfigError if there is none, and ModelError if the
+    hub or the GGUF file cannot be read."""
     if name.startswith(PACKAGE):
         folder = Path(__file__).parents[2] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():
@@ -382,6 +384,8 @@ def find_folder(name: str, key: str) -> Path:
                 "%s=%s can be written by every user of this machine: who trusts it trusts them all", key, name
             )
         return Path(name)
+    if is_gguf(name):
+        return folder_of_gguf(Path(name), key)
     if not HUB_NAME.fullmatch(name):
         what = "a file, not a folder" if Path(name).is_file() else "not a folder"
         raise ConfigError(f"{key}={name} is {what}; give a model folder or a hub name like lmsys/vicuna-7b-v1.5")
@@ -391,7 +395,7 @@ def find_folder(name: str, key: str) -> Path:
 def public_name(name: str) -> str:
     """Return the name of a model for a file that others read: a hub or package name as it is, and of a folder the last
     name of its path, which says nothing about this machine."""
-    is_public = name.startswith(PACKAGE) or (HUB_NAME.fullmatch(name) and not Path(name).is_dir())
+    is_public = name.startswith(PACKAGE) or (HUB_NAME.fullmatch(name) and not Path(name).exists())
     return name if is_public else Path(name).name
 
 
@@ -402,7 +406,10 @@ def download(name: str, key: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:  # the hub's client locks each file, so ranks of one machine wait for one download
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        # a model that llava_fsdp has pushed may have further files, and its notes list them with digests
+        others = [file for file in listed_digests(folder) if not (folder / file).exists()]
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, *others])) if others else folder
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"{key}={name} is not a folder here, and the hub did not give it ({type(error).__name__}); if it is a run "

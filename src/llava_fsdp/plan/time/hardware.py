@@ -125,9 +125,10 @@ CORE_FLOPS = 30e9
 must decide alike on all ranks, and in a run that continues."""
 STEP_SHARE = 0.7
 """Share of the speed of large matrix products that a training step on a CPU has (measured: 0.65 to 0.75)."""
-BF16_SPEED, EMULATED_SPEED = 2.0, 0.05
-"""Speed of matrix products on a CPU, as a multiple of fp32's: of bf16 with instructions for it (measured: 1.5 to 2.1
-with AVX512-BF16), and of 16 bits without (0.03 to 0.05 with AVX2; AVX-512 emulates bf16 at 0.4)."""
+BF16_SPEED, EMULATED_SPEED = 1.4, 0.05
+"""Speed of a CPU's steps, as a multiple of fp32's: in bf16 with instructions for it (measured: 1.5 to 2.1 with
+AVX512-BF16; 1.4 to 1.5 with AMX, whose matrix products alone are 7 times as fast), and in 16 bits without (0.03 to 0.05
+with AVX2; AVX-512 emulates bf16 at 0.4)."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ LINK_EFFICIENCY = 0.78
 """Share of a link's bandwidth that collectives reach: NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450
 on H100 (nccl-tests, bus bandwidth)."""
 OVERLAP = 0.9
-"""Share of the computation with which collectives can overlap; the first all-gather and the last reduction cannot."""
+"""Share of the computation with which collectives can overlap; the first all-gather and the last reduction cannot. On
+CPU cores none can, because gloo runs on the cores that compute."""
 LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
@@ -41,8 +42,9 @@ COPIED_BYTES = 38
 """Bytes of memory traffic per parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
 UPDATED_BYTES = 28
 """Bytes of memory traffic of AdamW's update per parameter of a rank's shards: it reads 16 and writes 12."""
-CPU_LINK = 2e9
-"""Bytes per second between two ranks on a CPU machine."""
+CPU_LINK = 0.55e9
+"""Bytes per second between two ranks on a CPU machine by gloo (measured: 0.53 to 0.57e9 in an all-gather, 0.30 to
+0.40e9 in a reduce-scatter)."""
 CPU_BANDWIDTH = 10e9
 """Bytes per second of a CPU machine's memory."""
 RECOMPUTED = {
@@ -364,7 +366,7 @@ def step_time(
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
     seconds = sent.seconds(link, network)
     waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
-    exposed = max(0.0, seconds - OVERLAP * compute) + waiting
+    exposed = max(0.0, seconds - (OVERLAP * compute if gpu else 0.0)) + waiting
     moved = COPIED_BYTES * work.micro_batches if world_size > 1 else added_bytes(precision, work.micro_batches)
     copies = moved * work.trainable / bandwidth
     update = UPDATED_BYTES * work.local / bandwidth

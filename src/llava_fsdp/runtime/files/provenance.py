@@ -22,7 +22,7 @@ from llava_fsdp.runtime.files.small_json import Kinds, parse_object
 
 NOTES = "llava_fsdp.json"
 README = "README.md"
-"""File of remarks for the reader. It has no digest, because users and the hub write into it."""
+"""The model card. It has no digest, because users and the hub write into it."""
 WHICH = "which"
 """Key of the notes of an export that is of the step with the best validation, and not of the last one."""
 FILES, DIGEST = "files", "digest"
@@ -30,11 +30,11 @@ KINDS: dict[str, Kinds] = {
     key: (kind, type(None))
     for kind, keys in {
         str: ("run", "stage", "dtype", "template", "image_aspect_ratio", "pixels", "special_tokens", "teaching", "base",
-              DIGEST, "language", "vision"),
+              DIGEST, "language", "vision", "kind"),
         int: ("step", "seed", "max_length", "max_tiles", "video_frames"),
         float: ("video_fps",),
-        list: ("train", "grid_pinpoints"),
-        dict: ("lora", "base_config", FILES),
+        list: ("train", "grid_pinpoints", "remarks"),
+        dict: ("lora", "base_config", "recipe", "license", FILES),
     }.items()
     for key in keys
 }  # fmt: skip

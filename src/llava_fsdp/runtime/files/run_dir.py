@@ -17,6 +17,7 @@ from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.safe_load import is_open_to_others
+from llava_fsdp.runtime.files.scores_file import SCORES_FILE
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, object_or_none, parse_object, read_object
 from llava_fsdp.runtime.files.status_file import (
     FIRST_FAILURE,
@@ -43,7 +44,8 @@ HELD_OUT_PAIR_REFERENCE = "held_out_pair_reference.safetensors"
 WRITTEN_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
-    "export", "adapter", "tensorboard", "profile", "expert_load.json", PAIR_REFERENCE, HELD_OUT_PAIR_REFERENCE,
+    "export", "adapter", "tensorboard", "profile", "expert_load.json", SCORES_FILE, PAIR_REFERENCE,
+    HELD_OUT_PAIR_REFERENCE,
 })  # fmt: skip
 """Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
 or of another kind."""

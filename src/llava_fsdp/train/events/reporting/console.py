@@ -43,7 +43,8 @@ class Console(StepReport):
         shown += f"  {', '.join(utilizations)}" if utilizations else ""
         shown += f"  {row['skipped_steps']} skipped" if row["skipped_steps"] else ""
         if self.progress_bar is not None:
-            self.progress_bar.update(self.task, completed=row["step"], shown=shown)
+            place = f"step {row['step']:,}/{self.total_steps:,}  "
+            self.progress_bar.update(self.task, completed=row["step"], shown=place + shown)
         elif row["step"] % self.cfg.log_every == 0 or row["step"] == self.total_steps:
             seconds_left = (self.total_steps - row["step"]) * sum(self.recent_seconds) / len(self.recent_seconds)
             log().info(

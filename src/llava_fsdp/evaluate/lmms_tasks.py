@@ -1,0 +1,248 @@
+"""Ask a trained model the tasks of lmms-eval (https://github.com/EvolvingLMMs-Lab/lmms-eval), with prompts of its
+training: `llava-fsdp evaluate tasks=[mme,gqa]`.
+
+lmms-eval reads the datasets, makes the questions and scores the answers, in this process. The answers are generated as
+those of every other evaluation: in batches, by several processes, and continued from a file.
+"""
+
+import argparse
+import importlib.util
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+from llava_fsdp.config import EvaluateConfig
+from llava_fsdp.data.images.check import ImageBytes, ImageFile
+from llava_fsdp.data.records.record import IMAGE_TAG
+from llava_fsdp.evaluate.question import BenchmarkQuestion
+from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.files.safe_load import library_errors
+from llava_fsdp.runtime.files.unfinished import run_of
+from llava_fsdp.runtime.text.log import log
+
+GENERATE = "generate_until"
+"""The kind of lmms-eval's requests that are answered here: a question with images, and an answer of free text."""
+OF_PROCESSES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""torchrun's variables, by which lmms-eval would divide the questions itself."""
+
+
+class AnswersTask(Protocol):
+    """Answers the questions of one task of lmms-eval: on rank 0 one text for each, elsewhere none."""
+
+    def __call__(self, task: str, questions: list[BenchmarkQuestion], max_new_tokens: int, /) -> list[str]: ...
+
+
+class AnsweredElsewhere(Exception):
+    """Ends lmms-eval in a process that does not score the answers."""
+
+
+@dataclass(frozen=True)
+class DocumentImages(Mapping[str, ImageFile]):
+    """The images of a document of lmms-eval's dataset, by name. They are decoded when they are asked for, because those
+    of all documents may not fit into memory."""
+
+    names: tuple[str, ...]
+    request: Any
+    """lmms-eval's request (`lmms_eval.api.instance.Instance`)."""
+    documents: Mapping[str, Any]
+    """lmms-eval's datasets: task -> split -> documents."""
+
+    def __getitem__(self, name: str) -> ImageFile:
+        visual = visuals_of(self.request, self.documents)[self.names.index(name)]
+        return image_file(visual, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def visuals_of(request: Any, documents: Mapping[str, Any]) -> list[Any]:
+    """Return what lmms-eval shows with a request."""
+    _, _, doc_to_visual, number, task, split = request.args
+    visuals = doc_to_visual(documents[task][split][number])
+    return [] if visuals is None else [visual for visual in visuals if visual is not None]
+
+
+def image_file(visual: Any, name: str) -> ImageFile:
+    """Return an image of lmms-eval as a file in memory. Raises DataError if it is a video or a sound."""
+    if not isinstance(visual, Image.Image):
+        raise DataError(f"{name} is a {type(visual).__name__}, not an image; leave this task out")
+    buffer = io.BytesIO()
+    (visual if visual.mode in ("L", "LA", "RGB", "RGBA") else visual.convert("RGB")).save(buffer, "PNG")
+    return ImageBytes(name, buffer.getvalue())
+
+
+def question_of(number: int, request: Any, documents: Mapping[str, Any]) -> BenchmarkQuestion:
+    """Return a request of lmms-eval as a question to the model. Its images stand before the text, as in lmms-eval's own
+    model of LLaVA (models/simple/llava_hf.py), unless the text has a tag for each; other tags are taken out."""
+    text, _, _, document, task, _ = request.args
+    where = f"task {task}, document {document}"
+    names = tuple(f"{where}, image {index}" for index in range(len(visuals_of(request, documents))))
+    asked = text
+    if text.count(IMAGE_TAG) != len(names):
+        asked = " ".join([IMAGE_TAG] * len(names)) + "\n" * bool(names) + text.replace(IMAGE_TAG, "")
+    inline = DocumentImages(names, request, documents)
+    return BenchmarkQuestion(number, f"{task}:{document}:{number}", text, asked, names, where, inline=inline)
+
+
+def score_tasks(cfg: EvaluateConfig, answer: AnswersTask) -> dict[str, Any] | None:
+    """Return lmms-eval's scores of a model's answers: task -> {`questions`: their number, name of a score: its value}.
+    None in processes that only answer.
+
+    Raises:
+        ConfigError: lmms-eval is not installed, or there is no such task.
+        DataError: a task asks for something else than answers to questions about images, or lmms-eval fails.
+    """
+    if importlib.util.find_spec("lmms_eval") is None:
+        raise ConfigError("tasks need lmms-eval: pip install lmms-eval (docs/evaluation.md)")
+    with library_errors("lmms-eval, or a package that it needs, cannot be imported", ConfigError):
+        from lmms_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+        from lmms_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    asked = ", ".join(cfg.tasks)
+    with one_process() as variables:
+        with library_errors(f"tasks={asked}: lmms-eval cannot read its tasks", ConfigError):
+            manager = TaskManager(include_path=cfg.tasks_folder)
+            matches = {name: manager.match_tasks([name]) for name in cfg.tasks}
+        unknown = [name for name, found in matches.items() if not found]
+        if unknown:
+            raise ConfigError(f"tasks={unknown[0]}: lmms-eval has no such task; for one of your own give tasks_folder")
+        try:
+            with library_errors(f"tasks={asked}: lmms-eval failed", DataError):
+                found = simple_evaluate(
+                    model=model_of(answer, cfg, variables), task_manager=manager, limit=cfg.limit,
+                    tasks=list(dict.fromkeys(name for names in matches.values() for name in names)),
+                    batch_size=cfg.batch_size, bootstrap_iters=0, log_samples=False, device="cpu",
+                    distributed_executor_backend="torchrun", process_docs_parallel=1, cli_args=arguments_of(cfg),
+                )  # fmt: skip
+        except DataError as error:
+            if isinstance(error.__cause__, AnsweredElsewhere):
+                return None
+            raise
+    return {
+        task: {"questions": found["n-samples"].get(task, {}).get("effective"), **numbers_in(scores)}
+        for task, scores in found["results"].items()
+    }
+
+
+def numbers_in(scores: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores in lmms-eval's result of a task, without the name of its filter where that is the usual one."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in scores.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and "_stderr" not in name and "," in name
+    }
+
+
+@contextmanager
+def one_process() -> Iterator[dict[str, str]]:
+    """Context manager in which torchrun's variables are not set, so that lmms-eval makes all questions in each process;
+    the processes then divide them themselves. Yields these variables."""
+    before = {name: os.environ.pop(name) for name in OF_PROCESSES if name in os.environ}
+    try:
+        yield before
+    finally:
+        os.environ.update(before)
+
+
+def arguments_of(cfg: EvaluateConfig) -> argparse.Namespace:
+    """Return what tasks of lmms-eval read from its command line. Some write files for a benchmark's server into the
+    folder `submissions` in `output_path`."""
+    run = run_of(Path(cfg.model.checkpoint))
+    folder = Path(cfg.answers).parent if cfg.answers is not None else run or Path.cwd()
+    return argparse.Namespace(
+        output_path=str(folder), tasks=",".join(cfg.tasks), model="llava_fsdp", model_args="", log_samples=False,
+        limit=cfg.limit, process_with_media=True, reasoning_tags=None,
+    )  # fmt: skip
+
+
+def model_of(answer: AnswersTask, cfg: EvaluateConfig, variables: Mapping[str, str]) -> Any:
+    """Return a model of lmms-eval's kind (`lmms_eval.api.model.lmms`), which answers questions with `answer`.
+    `variables`: torchrun's, with which it answers."""
+    from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
+
+    class TrainedModel(lmms):
+        """A model that llava_fsdp trained. An error while it answers ends the evaluation."""
+
+        is_simple, device = True, "cpu"
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            os.environ.update(variables)
+            try:
+                return answer_requests(requests, self.task_dict, answer, cfg.max_new_tokens)
+            finally:
+                for name in variables:
+                    del os.environ[name]
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            raise refused(requests)
+
+        def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
+            raise refused(requests)
+
+    return TrainedModel()
+
+
+def refused(requests: Sequence[Any]) -> DataError:
+    """Return the error about requests of a kind that is not answered here."""
+    task, kind = requests[0].task_name, requests[0].request_type
+    return DataError(f"tasks: {task} asks for {kind}, and only tasks of {GENERATE} are answered; leave it out")
+
+
+def answer_requests(
+    requests: list[Any], documents: Mapping[str, Any], answer: AnswersTask, max_new_tokens: int
+) -> list[str]:
+    """Return the answers to lmms-eval's requests, in their order. Those of one task that want equally long answers are
+    asked together. Raises AnsweredElsewhere in a process that does not score them.
+
+    Args:
+        documents: lmms-eval's datasets: task -> split -> documents.
+        max_new_tokens: length of answers for tasks that name none.
+    """
+    groups: dict[tuple[str, int], list[int]] = {}
+    for index, request in enumerate(requests):
+        wanted = request.args[1]
+        groups.setdefault((request.args[4], int(wanted.get("max_new_tokens", max_new_tokens))), []).append(index)
+    texts = [""] * len(requests)
+    is_scored = True
+    for (task, length), indices in groups.items():
+        if requests[indices[0]].args[1].get("do_sample"):
+            log().warning("task %s wants sampled answers; they are the likeliest tokens here", task)
+        questions = [question_of(number, requests[index], documents) for number, index in enumerate(indices)]
+        found = answer(task, questions, length)
+        is_scored = is_scored and len(found) == len(questions)
+        for index, text in zip(indices, found, strict=False):
+            texts[index] = cut_at(text, requests[index].args[1].get("until") or [])
+    if not is_scored:
+        raise AnsweredElsewhere
+    return texts
+
+
+def cut_at(text: str, ends: str | Sequence[str]) -> str:
+    """Return an answer up to the first of the texts `ends` in it. An empty line, which lmms-eval gives to tasks that
+    name no end, ends nothing, as in its own models (models/simple/qwen2_5_vl.py)."""
+    for end in [ends] if isinstance(ends, str) else ends:
+        if end and end != "\n\n":
+            text = text.partition(end)[0]
+    return text
+
+
+def configuration_of(cfg: EvaluateConfig, task: str, max_new_tokens: int) -> EvaluateConfig:
+    """Return the configuration with which the questions of a task are answered: the longest answer is the task's, and a
+    file of answers has the task's name in its own."""
+    answers = None
+    if cfg.answers is not None:
+        path = Path(cfg.answers)
+        answers = str(path.with_name(f"{path.stem}_{task}_{max_new_tokens}{path.suffix}"))
+    return replace(cfg, max_new_tokens=max_new_tokens, answers=answers)

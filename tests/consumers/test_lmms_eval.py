@@ -1,0 +1,199 @@
+"""Tasks of lmms-eval with the product's own model: scores are those of `llava-fsdp evaluate`'s answers scored by hand,
+and an error while the model answers is an error."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from commands import TORCHRUN
+from PIL import Image
+from reference import EXPORTED
+from small import command_config, make_config
+from unpacked import unpacked
+
+from llava_fsdp.chat.assistant import Assistant
+from llava_fsdp.config import EvaluateConfig
+from llava_fsdp.evaluate.main import evaluate
+from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
+from llava_fsdp.train import main as train
+
+pytestmark = [pytest.mark.consumers, pytest.mark.filterwarnings("ignore")]
+PACKAGES = (
+    "lmms-eval==0.7.3", "evaluate==0.4.6", "sacrebleu==2.5.1", "portalocker", "loguru", "tenacity", "pytablewriter",
+    "DataProperty", "mbstrdecoder", "pathvalidate", "tabledata", "tcolorpy", "typepy", "decord", "tqdm-multiprocess",
+    "jsonlines",
+)  # fmt: skip
+FUNCTIONS = """
+def images(doc):
+    return [doc["image"].convert("RGB")]
+
+def question(doc, lmms_eval_specific_kwargs=None):
+    return doc["question"]
+
+def equal(doc, results):
+    return {"exact": float(results[0].strip() == doc["answer"].strip())}
+
+def first_word(doc, results):
+    return {"first": float(results[0].split()[:1] == doc["answer"].split()[:1])}
+
+def length(doc, results):
+    return {"length": float(len(results[0]))}
+
+def mean(values):
+    return sum(values) / len(values)
+"""
+TASKS = {"equal": ("exact", "mine_equal"), "first_word": ("first", "mine_first"), "length": ("length", "mine_length")}
+
+
+@pytest.fixture(autouse=True)
+def lmms_eval(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts lmms-eval into the path."""
+    folder = unpacked("lmms-eval-0.7.3", PACKAGES)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train.train(make_config(parts, dataset, folder, "max_steps=3", "data.template=v1", *EXPORTED))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Questions with right answers, as records for `task=conversations`."""
+    return [record for record in json.loads((dataset / "captions.json").read_text()) if record.get("image")][:7]
+
+
+@pytest.fixture
+def tasks(records: list[dict[str, Any]], dataset: Path, tmp_path: Path) -> Iterator[Path]:
+    """A folder of three tasks over these questions."""
+    rows = [
+        {
+            "image": Image.open(dataset / "images" / record["image"]).convert("RGB"),
+            "question": record["conversations"][0]["value"].replace("<image>", "").strip(),
+            "answer": record["conversations"][1]["value"],
+        }
+        for record in records
+    ]
+    features = datasets.Features(
+        {"image": datasets.Image(), "question": datasets.Value("string"), "answer": datasets.Value("string")}
+    )
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows, features)}).save_to_disk(tmp_path / "data")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "functions.py").write_text(FUNCTIONS)
+    for function, (metric, name) in TASKS.items():
+        (folder / f"{name}.yaml").write_text(f"""
+task: {name}
+dataset_path: {tmp_path / "data"}
+dataset_kwargs: {{load_from_disk: true}}
+test_split: test
+output_type: generate_until
+doc_to_visual: !function functions.images
+doc_to_text: !function functions.question
+doc_to_target: answer
+process_results: !function functions.{function}
+generation_kwargs: {{max_new_tokens: 6, until: ["\\n\\n"]}}
+metric_list: [{{metric: {metric}, aggregation: !function functions.mean, higher_is_better: true}}]
+metadata: [{{version: 0.0}}]
+""")
+    yield folder
+
+
+def keys(run: Path, tasks: Path) -> list[str]:
+    names = ",".join(name for _, name in TASKS.values())
+    return [f"model.checkpoint={run}", f"tasks=[{names}]", f"tasks_folder={tasks}", "format=json", "batch_size=3"]
+
+
+def ask(*overrides: str) -> None:
+    evaluate(command_config(EvaluateConfig, "evaluate", *overrides))
+
+
+def by_hand(run: Path, records: list[dict[str, Any]], dataset: Path, tmp_path: Path) -> dict[str, float]:
+    """The scores of the answers that `evaluate task=conversations` writes to a file."""
+    (tmp_path / "records.json").write_text(json.dumps(records))
+    data = [
+        "data.source=llava_json", f"data.path={tmp_path / 'records.json'}", f"data.images={dataset / 'images'}",
+        f"answers={tmp_path / 'by_hand.jsonl'}", "max_new_tokens=6", "blank=false", "batch_size=3",
+    ]  # fmt: skip
+    ask(f"model.checkpoint={run}", *data)
+    said = [
+        json.loads(line)["text"].partition("\n\n")[0] for line in (tmp_path / "by_hand.jsonl").read_text().splitlines()
+    ]
+    right = [record["conversations"][1]["value"] for record in records]
+    count = len(records)
+    return {
+        "mine_equal": sum(a.strip() == b.strip() for a, b in zip(said, right, strict=True)) / count,
+        "mine_first": sum(a.split()[:1] == b.split()[:1] for a, b in zip(said, right, strict=True)) / count,
+        "mine_length": sum(len(answer.strip()) for answer in said) / count,
+    }
+
+
+def scores_in(printed: str) -> dict[str, float]:
+    found = json.loads(printed.splitlines()[-1])["tasks"]
+    return {name: found[name][metric] for metric, name in TASKS.values()}
+
+
+def test_scores_are_those_of_the_answers(
+    run: Path, tasks: Path, records: list[dict[str, Any]], dataset: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    expected = by_hand(run, records, dataset, tmp_path)
+    capsys.readouterr()
+    ask(*keys(run, tasks))
+    printed = capsys.readouterr().out
+    assert scores_in(printed) == pytest.approx(expected) and expected["mine_length"] > 1
+    recorded = json.loads((run / "results.json").read_text())["evaluations"]
+    assert {entry["task"] for entry in recorded} >= {f"lmms-eval {name}" for _, name in TASKS.values()}
+    assert all(entry["questions"] == len(records) for entry in recorded)
+
+
+def test_two_processes_and_a_file_of_answers(
+    run: Path, tasks: Path, records: list[dict[str, Any]], dataset: Path, tmp_path: Path, lmms_eval: Path
+) -> None:
+    expected = by_hand(run, records, dataset, tmp_path)
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "llava_fsdp.evaluate", *keys(run, tasks)]
+    environment = {**os.environ, "PYTHONPATH": str(lmms_eval), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, f"answers={tmp_path / 'answers.jsonl'}"], env=environment, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert scores_in(done.stdout) == pytest.approx(expected)
+    assert (tmp_path / "answers_mine_equal_6.jsonl").read_text().count("\n") == len(records)
+
+
+def test_a_crash_while_answering_is_an_error(run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object, **__: object) -> list[str]:
+        raise ModelError("broken in the middle")
+
+    monkeypatch.setattr(Assistant, "answers", crash)
+    with pytest.raises(ModelError, match="broken in the middle"):
+        ask(*keys(run, tasks))
+
+
+def test_a_crash_while_scoring_is_an_error(run: Path, tasks: Path) -> None:
+    functions = tasks / "functions.py"
+    functions.write_text(functions.read_text().replace("float(len(results[0]))", "1 / 0"))
+    with pytest.raises(DataError, match="lmms-eval failed"):
+        ask(*keys(run, tasks))
+
+
+def test_an_unknown_task_is_named(run: Path, tasks: Path) -> None:
+    with pytest.raises(ConfigError, match="mine_other"):
+        ask(f"model.checkpoint={run}", "tasks=[mine_other]", f"tasks_folder={tasks}")
+
+
+def test_other_kinds_of_requests_are_refused(run: Path, tasks: Path) -> None:
+    for path in tasks.glob("*.yaml"):
+        path.write_text(path.read_text().replace("output_type: generate_until", "output_type: loglikelihood"))
+    with pytest.raises(DataError, match="loglikelihood"):
+        ask(*keys(run, tasks))
