@@ -44,7 +44,7 @@ def source(whole: Path | None = None) -> SourceModel:
         whole=whole,
         language=SimpleNamespace(vocab_size=77),
         image_size=28,
-        language_folder=whole,
+        language_folder=whole or Path("nowhere"),
     )
     cfg = SimpleNamespace(patch_merge=PatchMerge.spatial, image_start_end=True)
     model: Any = SimpleNamespace(parts=parts, cfg=cfg, image_tokens=4)
