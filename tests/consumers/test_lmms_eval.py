@@ -4,6 +4,7 @@ and an error while the model answers is an error."""
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,27 @@ from typing import Any
 import datasets
 import pytest
 from commands import TORCHRUN
+from harness import RankPool
 from PIL import Image
-from reference import EXPORTED
+from reference import EXPORTED, train_on
 from small import command_config, make_config
 from unpacked import unpacked
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.config import EvaluateConfig
 from llava_fsdp.evaluate.main import evaluate
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
 from llava_fsdp.train import main as train
 
 pytestmark = [pytest.mark.consumers, pytest.mark.filterwarnings("ignore")]
 PACKAGES = (
-    "lmms-eval==0.7.3", "evaluate==0.4.6", "sacrebleu==2.5.1", "portalocker", "loguru", "tenacity", "pytablewriter",
-    "DataProperty", "mbstrdecoder", "pathvalidate", "tabledata", "tcolorpy", "typepy", "decord", "tqdm-multiprocess",
-    "jsonlines",
+    "dataproperty==1.1.1", "decord==0.6.0", "evaluate==0.4.6", "jsonlines==4.0.0", "lmms_eval==0.7.3",
+    "loguru==0.7.3", "lxml==6.1.3", "mbstrdecoder==1.1.5", "numexpr==2.14.2", "pathvalidate==3.3.1",
+    "portalocker==4.4.2", "pytablewriter==1.2.1", "sacrebleu==2.6.0", "tabledata==1.3.5", "tabulate==0.10.0",
+    "tcolorpy==0.1.7", "tenacity==9.2.1", "tqdm_multiprocess==0.0.11", "typepy==2.0.0", "zstandard==0.25.0",
 )  # fmt: skip
+"""What `import lmms_eval.evaluator` needs besides the packages of the tests."""
 FUNCTIONS = """
 def images(doc):
     return [doc["image"].convert("RGB")]
@@ -108,9 +113,13 @@ metadata: [{{version: 0.0}}]
     yield folder
 
 
-def keys(run: Path, tasks: Path) -> list[str]:
+def keys_of_tasks(tasks: Path) -> list[str]:
     names = ",".join(name for _, name in TASKS.values())
-    return [f"model.checkpoint={run}", f"tasks=[{names}]", f"tasks_folder={tasks}", "format=json", "batch_size=3"]
+    return [f"tasks=[{names}]", f"tasks_folder={tasks}", "format=json"]
+
+
+def keys(run: Path, tasks: Path) -> list[str]:
+    return [f"model.checkpoint={run}", *keys_of_tasks(tasks), "batch_size=3"]
 
 
 def ask(*overrides: str) -> None:
@@ -160,7 +169,7 @@ def test_two_processes_and_a_file_of_answers(
     run: Path, tasks: Path, records: list[dict[str, Any]], dataset: Path, tmp_path: Path, lmms_eval: Path
 ) -> None:
     expected = by_hand(run, records, dataset, tmp_path)
-    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "llava_fsdp.evaluate", *keys(run, tasks)]
+    command = [*TORCHRUN, "2", "-m", "llava_fsdp.evaluate", *keys(run, tasks)]
     environment = {**os.environ, "PYTHONPATH": str(lmms_eval), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, f"answers={tmp_path / 'answers.jsonl'}"], env=environment, capture_output=True, text=True,
@@ -197,3 +206,34 @@ def test_other_kinds_of_requests_are_refused(run: Path, tasks: Path) -> None:
         path.write_text(path.read_text().replace("output_type: generate_until", "output_type: loglikelihood"))
     with pytest.raises(DataError, match="loglikelihood"):
         ask(*keys(run, tasks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_asks_the_tasks(
+    ranks: int, tasks: Path, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool], lmms_eval: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """At each validation; with the scores of the exported model, and without a change of the weights."""
+    names = ",".join(name for _, name in TASKS.values())
+    held_out = [f"val.path={dataset / 'captions.json'}", f"val.images={dataset / 'images'}", "val.answers=5"]
+    keys = ["max_steps=4", "data.template=v1", *held_out, "val.every=2", "val.limit=3", *EXPORTED]
+    weights = {}
+    for kind, more in (("with", [f"val.tasks=[{names}]", f"val.tasks_folder={tasks}"]), ("without", [])):
+        cfg = make_config(parts, dataset, tmp_path / kind, *keys, *more)
+        if ranks > 1:
+            pools[ranks].run(add_packages, str(lmms_eval))
+        train_on(ranks, cfg, pools)
+        weights[kind] = (tmp_path / kind / "export" / "model.safetensors").read_bytes()
+    assert weights["with"] == weights["without"]
+    rows = [json.loads(line) for line in (tmp_path / "with" / "validation.jsonl").read_text().splitlines()]
+    capsys.readouterr()
+    ask(f"model.checkpoint={tmp_path / 'with'}", *keys_of_tasks(tasks), "limit=5", "batch_size=1")
+    assert [row["step"] for row in rows] == [2, 4] and all(len(row["tasks"]) == len(TASKS) for row in rows)
+    found = {name: rows[-1]["tasks"][name][metric] for metric, name in TASKS.values()}
+    assert found == pytest.approx(scores_in(capsys.readouterr().out)) and found["mine_length"] > 1
+
+
+def add_packages(_world: World, folder: str) -> None:
+    """Put lmms-eval into the path of a rank."""
+    sys.path.insert(0, folder)
+    os.environ["HF_DATASETS_OFFLINE"] = "1"

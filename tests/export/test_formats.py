@@ -71,7 +71,7 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
         "run": "r", "stage": "s", "step": 3, "train": ["projector"], "dtype": "bf16", "template": "plain",
         "image_aspect_ratio": "anyres", "grid_pinpoints": [[28, 56]], "max_tiles": 5, "pixels": "llava_v1_5",
         "special_tokens": "parse", "max_length": 55, "vocab_size": 77, "image_start_end": True,
-        "language": "a/language", "vision": "b/vision",
+        "language": "a/language", "vision": "b/vision", "kind": "projector",
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class SweepKeys:
     metric: SweepMetric
     """Metric by which a sweep compares its runs."""
     last_steps: int
-    """Number of last steps whose mean loss is the loss of a run."""
+    """Number of last steps whose mean loss is a run's loss."""
 
     def __post_init__(self) -> None:
         at_least("sweep.last_steps", self.last_steps, 1)
@@ -141,7 +141,7 @@ class EvaluateConfig:
     task: Task
     """Kind of questions, which also decides how answers are scored."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks of lmms-eval to ask instead of the questions of `task`; none if empty."""
+    """Tasks of lmms-eval to ask instead of `task`'s questions."""
     tasks_folder: str | None = None
     """Folder with tasks of lmms-eval of your own."""
     reference: str | None = None

@@ -23,6 +23,7 @@ from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.safe_load import library_errors
+from llava_fsdp.runtime.files.scores_file import QUESTIONS
 from llava_fsdp.runtime.files.unfinished import run_of
 from llava_fsdp.runtime.text.log import log
 
@@ -36,6 +37,22 @@ class AnswersTask(Protocol):
     """Answers the questions of one task of lmms-eval: on rank 0 one text for each, elsewhere none."""
 
     def __call__(self, task: str, questions: list[BenchmarkQuestion], max_new_tokens: int, /) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class AskedTasks:
+    """Which tasks of lmms-eval are asked."""
+
+    names: tuple[str, ...]
+    """Names or patterns, such as `mme*`."""
+    folder: str | None
+    """Folder with tasks of the user; None without any."""
+    limit: int | None
+    """Greatest number of documents of each task; None: all are asked."""
+    max_new_tokens: int
+    """Length of the answers of tasks that name none."""
+    output: Path
+    """Folder in which some tasks write files for a benchmark's server, below `submissions`."""
 
 
 class AnsweredElsewhere(Exception):
@@ -96,7 +113,7 @@ def question_of(number: int, request: Any, documents: Mapping[str, Any]) -> Benc
     return BenchmarkQuestion(number, f"{task}:{document}:{number}", text, asked, names, where, inline=inline)
 
 
-def score_tasks(cfg: EvaluateConfig, answer: AnswersTask) -> dict[str, Any] | None:
+def score_tasks(asked: AskedTasks, answer: AnswersTask) -> dict[str, Any] | None:
     """Return lmms-eval's scores of a model's answers: task -> {`questions`: their number, name of a score: its value}.
     None in processes that only answer.
 
@@ -110,28 +127,30 @@ def score_tasks(cfg: EvaluateConfig, answer: AnswersTask) -> dict[str, Any] | No
         from lmms_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
         from lmms_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    asked = ", ".join(cfg.tasks)
+    names = ", ".join(asked.names)
     with one_process() as variables:
-        with library_errors(f"tasks={asked}: lmms-eval cannot read its tasks", ConfigError):
-            manager = TaskManager(include_path=cfg.tasks_folder)
-            matches = {name: manager.match_tasks([name]) for name in cfg.tasks}
+        with library_errors(f"tasks={names}: lmms-eval cannot read its tasks", ConfigError):
+            manager = TaskManager(include_path=asked.folder)
+            matches = {name: manager.match_tasks([name]) for name in asked.names}
         unknown = [name for name, found in matches.items() if not found]
         if unknown:
             raise ConfigError(f"tasks={unknown[0]}: lmms-eval has no such task; for one of your own give tasks_folder")
         try:
-            with library_errors(f"tasks={asked}: lmms-eval failed", DataError):
+            with library_errors(f"tasks={names}: lmms-eval failed", DataError):
                 found = simple_evaluate(
-                    model=model_of(answer, cfg, variables), task_manager=manager, limit=cfg.limit,
-                    tasks=list(dict.fromkeys(name for names in matches.values() for name in names)),
-                    batch_size=cfg.batch_size, bootstrap_iters=0, log_samples=False, device="cpu",
-                    distributed_executor_backend="torchrun", process_docs_parallel=1, cli_args=arguments_of(cfg),
+                    model=model_of(answer, asked, variables), task_manager=manager, limit=asked.limit,
+                    tasks=list(dict.fromkeys(name for found in matches.values() for name in found)),
+                    bootstrap_iters=0, log_samples=False, device="cpu", distributed_executor_backend="torchrun",
+                    process_docs_parallel=1, cli_args=arguments_of(asked),
+                    # a training's random numbers stay as they are
+                    random_seed=None, numpy_random_seed=None, torch_random_seed=None,
                 )  # fmt: skip
         except DataError as error:
             if isinstance(error.__cause__, AnsweredElsewhere):
                 return None
             raise
     return {
-        task: {"questions": found["n-samples"].get(task, {}).get("effective"), **numbers_in(scores)}
+        task: {QUESTIONS: found["n-samples"].get(task, {}).get("effective"), **numbers_in(scores)}
         for task, scores in found["results"].items()
     }
 
@@ -156,18 +175,15 @@ def one_process() -> Iterator[dict[str, str]]:
         os.environ.update(before)
 
 
-def arguments_of(cfg: EvaluateConfig) -> argparse.Namespace:
-    """Return what tasks of lmms-eval read from its command line. Some write files for a benchmark's server into the
-    folder `submissions` in `output_path`."""
-    run = run_of(Path(cfg.model.checkpoint))
-    folder = Path(cfg.answers).parent if cfg.answers is not None else run or Path.cwd()
+def arguments_of(asked: AskedTasks) -> argparse.Namespace:
+    """Return what tasks of lmms-eval read from its command line."""
     return argparse.Namespace(
-        output_path=str(folder), tasks=",".join(cfg.tasks), model="llava_fsdp", model_args="", log_samples=False,
-        limit=cfg.limit, process_with_media=True, reasoning_tags=None,
+        output_path=str(asked.output), tasks=",".join(asked.names), model="llava_fsdp", model_args="",
+        log_samples=False, limit=asked.limit, process_with_media=True, reasoning_tags=None,
     )  # fmt: skip
 
 
-def model_of(answer: AnswersTask, cfg: EvaluateConfig, variables: Mapping[str, str]) -> Any:
+def model_of(answer: AnswersTask, asked: AskedTasks, variables: Mapping[str, str]) -> Any:
     """Return a model of lmms-eval's kind (`lmms_eval.api.model.lmms`), which answers questions with `answer`.
     `variables`: torchrun's, with which it answers."""
     from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
@@ -180,7 +196,7 @@ def model_of(answer: AnswersTask, cfg: EvaluateConfig, variables: Mapping[str, s
         def generate_until(self, requests: list[Any]) -> list[str]:
             os.environ.update(variables)
             try:
-                return answer_requests(requests, self.task_dict, answer, cfg.max_new_tokens)
+                return answer_requests(requests, self.task_dict, answer, asked.max_new_tokens)
             finally:
                 for name in variables:
                     del os.environ[name]
@@ -236,6 +252,13 @@ def cut_at(text: str, ends: str | Sequence[str]) -> str:
         if end and end != "\n\n":
             text = text.partition(end)[0]
     return text
+
+
+def tasks_of(cfg: EvaluateConfig) -> AskedTasks:
+    """Return the tasks that a configuration of the command `evaluate` names."""
+    run = run_of(Path(cfg.model.checkpoint))
+    folder = Path(cfg.answers).parent if cfg.answers is not None else run or Path.cwd()
+    return AskedTasks(tuple(cfg.tasks), cfg.tasks_folder, cfg.limit, cfg.max_new_tokens, folder)
 
 
 def configuration_of(cfg: EvaluateConfig, task: str, max_new_tokens: int) -> EvaluateConfig:

@@ -31,7 +31,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file, storage_errors
 from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
-from llava_fsdp.evaluate.lmms_tasks import configuration_of, score_tasks
+from llava_fsdp.evaluate.lmms_tasks import configuration_of, score_tasks, tasks_of
 from llava_fsdp.evaluate.pairs import evaluate_pairs, table_of_pairs
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
@@ -119,6 +119,7 @@ def evaluate_tasks(cfg: EvaluateConfig, shard: QuestionShard) -> None:
     """Let a model answer the tasks of lmms-eval, print their scores, and record them in the folder of the model's
     run."""
     generators: list[BenchmarkAnswerer] = []
+    cfg = replace(cfg, data=replace(cfg.data, images=None))  # the tasks have their images
 
     def answer(task: str, questions: list[BenchmarkQuestion], max_new_tokens: int) -> list[str]:
         """Answer the questions of a task; the model is loaded once for all of them."""
@@ -129,7 +130,7 @@ def evaluate_tasks(cfg: EvaluateConfig, shard: QuestionShard) -> None:
         generators.append(generator)
         return generator.answers(blank=False)
 
-    scores = score_tasks(cfg, answer)
+    scores = score_tasks(tasks_of(cfg), answer)
     if scores is None:
         return
     if cfg.format is Format.json:

@@ -10,6 +10,7 @@ from llava_fsdp.config import Task
 from llava_fsdp.evaluate.benchmarks import scoring
 from llava_fsdp.evaluate.benchmarks.scoring import LETTERS
 from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
+from llava_fsdp.runtime.files.scores_file import QUESTIONS
 
 Numbers = dict[str, Any]
 Questions = Sequence[BenchmarkQuestion]
@@ -124,8 +125,8 @@ def table_of_tasks(scores: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_column(title, justify="left" if title in ("task", "score") else "right", no_wrap=True)
     for task, numbers in scores.items():
         for name, value in numbers.items():
-            if name != "questions":
-                table.add_row(task, str(numbers.get("questions") or ""), name, f"{value:.4f}")
+            if name != QUESTIONS:
+                table.add_row(task, str(numbers.get(QUESTIONS) or ""), name, f"{value:.4f}")
     return table
 
 

@@ -9,7 +9,7 @@ from llava_fsdp.report.charts.html import section, shorten_middle, table
 from llava_fsdp.report.results import format_number, loss_name
 from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.shown_answers import choose_answers
-from llava_fsdp.runtime.files.scores_file import scores_text
+from llava_fsdp.runtime.files.scores_file import QUESTIONS, scores_text
 from llava_fsdp.runtime.text.humanize import format_time, readable
 
 MOST_STARTS = 50
@@ -96,11 +96,16 @@ def validation_sources(run: RunRecord) -> Iterator[str]:
 
 
 def evaluations(run: RunRecord) -> Iterator[str]:
-    """Yield an HTML table of the scores in results.json, which `llava-fsdp evaluate` has recorded."""
+    """Yield an HTML table of the scores in results.json, which `llava-fsdp evaluate` has recorded, and of the tasks of
+    lmms-eval in the last validation."""
     lines = [
         [entry["task"], entry["data"], entry.get("step"), entry.get("questions"), scores_text(entry["scores"])]
         for entry in run.evaluations[-MOST_ROWS:]
     ]
+    row = run.validations[-1] if run.validations else {}
+    for task, scores in (row.get("tasks") or {}).items():
+        numbers = {name: value for name, value in scores.items() if name != QUESTIONS}
+        lines.append([f"lmms-eval {task}, in training", task, row["step"], scores.get(QUESTIONS), scores_text(numbers)])
     if lines:
         yield section("Evaluations", table(["task", "data", "step", "questions", "scores"], lines))
 

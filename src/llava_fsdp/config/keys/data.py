@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -378,6 +378,10 @@ class ValConfig:
     first."""
     patience: int | None = None
     """Number of validations without a better one (checkpoint.best), after which training ends."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lmms-eval that are asked too, `val.answers` documents of each."""
+    tasks_folder: str | None = None
+    """Folder with tasks of lmms-eval of your own."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value, or a combination of values, is not allowed."""
@@ -385,6 +389,8 @@ class ValConfig:
             at_least(f"val.{name}", getattr(self, name), 1)
         at_least("val.answers", self.answers, 0, "0 measures the loss alone")
         at_least("val.shown", self.shown, 0)
+        if self.tasks and (self.every is None or self.answers == 0):
+            raise ConfigError(f"val.tasks={self.tasks} needs val.every=STEPS, and val.answers above 0")
         if self.path is not None and self.sources:
             raise ConfigError(
                 f"val.path={self.path} and val.sources={sorted(self.sources)} are both set; make the file one of the "

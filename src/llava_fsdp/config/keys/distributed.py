@@ -25,7 +25,7 @@ class ShardingConfig:
     shard_size: int | None
     """Hybrid strategies: number of ranks that share one copy of the model; null: those of one node."""
     prefetch: int | None = None
-    """Number of following FSDP units whose weights are gathered ahead of the running one; null: one, as FSDP2 does."""
+    """Number of FSDP units whose weights are gathered ahead of the running one; null: one, as FSDP2 does."""
     blocks_per_unit: int = 1
     """Number of transformer blocks whose weights are gathered and gradients reduced together."""
 
@@ -50,8 +50,8 @@ class ParallelConfig:
     """Number of ranks that process each packed row together; auto: the smallest with which the training fits. Each rank
     has some of the row's positions. A row has up to that many times tokens_per_micro_batch."""
     context_how: ContextHow = ContextHow.auto
-    """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
-    computes some positions; auto: ulysses if the heads can be divided."""
+    """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: some positions;
+    auto: ulysses if the heads can be divided."""
     tensor: int = 1
     """Number of ranks that compute each layer of the language model together. Each has a part of its weights, and all
     process the same rows."""
@@ -169,7 +169,7 @@ class PrecisionConfig:
     param_dtype, which is then auto too."""
     master_dtype: MasterDType
     """Dtype in which trainable weights are stored and updated. Their gradients have it at the update. bf16 weights are
-    rounded stochastically, so that small updates are not lost on average."""
+    rounded stochastically, which keeps small updates on average."""
     moment_dtype: MomentDType
     """Dtype in which the optimizer's moments are stored between steps. They are updated in fp32."""
     linear: LinearKind

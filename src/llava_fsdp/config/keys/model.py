@@ -26,7 +26,7 @@ class LoraConfig:
     """Dropout rate of an adapter's input. Which values are dropped depends on the sample, not on the number of
     ranks."""
     bias: LoraBias = LoraBias.none
-    """Which biases are trained in addition to the adapters."""
+    """Which biases are trained beside the adapters."""
     use_dora: bool = False
     """Whether to also train the norm of every row of a weight (DoRA, arXiv 2402.09353)."""
     use_rslora: bool = False
@@ -91,11 +91,10 @@ class ModelConfig:
     """Index of the vision tower's hidden state that is used. -2 is the output of the last layer but one."""
     patch_merge: PatchMerge
     """anyres: how the tiles of an image are joined. flat: one after the other; spatial: row by row of the whole image;
-    spatial_unpad: likewise without the padding, and with a learned vector behind each row."""
+    spatial_unpad: likewise without padding, with a learned vector behind each row."""
     select_feature: Feature
-    """Which tokens of the vision tower are used: patch drops the CLS token, full keeps all. DINOv3's registers stay
-    with patch. auto is what model.checkpoint was trained with, otherwise patch for a tower with a CLS token, else
-    full."""
+    """Which tokens of the vision tower are used. patch: all but the CLS token (DINOv3's registers stay); full: all;
+    auto: as model.checkpoint was trained, otherwise patch for a tower with a CLS token, else full."""
     image_start_end: bool
     """Whether to put `<im_start>` and `<im_end>` around every image. It is mm_use_im_start_end of the original LLaVA.
     The tokenizer must contain both tokens, as that of a checkpoint trained with them does."""
@@ -110,7 +109,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     balance_loss: float = 0.0
-    """Mixtures of experts: factor of the load-balance loss; 0 trains without it. transformers' configurations call it
+    """Mixtures of experts: factor of the load-balance loss; 0: none. transformers' configurations call it
     router_aux_loss_coef."""
 
     @property

@@ -47,7 +47,7 @@ PROFILE_STEPS = "the first and the last step to profile, as [10, 12], or null"
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     lr: float
-    """Peak learning rate of all model parts that have no learning rate of their own."""
+    """Peak learning rate of all parts without one of their own."""
     projector_lr: float | None
     """Peak learning rate of the projector; null: optim.lr. The vector at the end of a line of tiles' features
     (`image_newline`) always has optim.lr, as in the original, whose group has the names with `mm_projector`."""
@@ -60,7 +60,7 @@ class OptimConfig:
     beta2: float
     """Decay rate of AdamW's second moment, the mean of squared gradients."""
     eps: float
-    """Number that is added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     clip: float | None
     """Maximum norm of all gradients together; null: no clipping. Larger gradients are scaled down to it."""
     schedule: Schedule
@@ -95,8 +95,8 @@ class CompatConfig:
 @dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
-    """What the loss is divided by. step: the label tokens of the whole step on all ranks, so that micro-batches do not
-    matter; micro_batch: the mean of the micro-batches' means, as in the original LLaVA."""
+    """What the loss is divided by. step: the label tokens of the step on all ranks, whatever the micro-batches;
+    micro_batch: the mean of the micro-batches' means, as in the original LLaVA."""
     chunk_tokens: int
     """Number of label tokens whose logits are in memory at once."""
     kernel: LossKernel
@@ -153,13 +153,13 @@ class PrefConfig:
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every: int | None
-    """Number of steps between two checkpoints; null: only one, at the end of the run."""
+    """Number of steps between two checkpoints; null: only one, at the end."""
     keep: int
     """Number of newest valid checkpoints that are kept."""
     keep_every: int | None
-    """Checkpoints of steps that are multiples of this number are never deleted; null: all old ones may be."""
+    """Checkpoints at multiples of this step are never deleted; null: all old ones may be."""
     resume: str
-    """Checkpoint to start from: auto (the newest valid one), never (start over), or the path of one."""
+    """Checkpoint to start from: auto (the newest valid one), never (start over), or its path."""
     strict: bool
     """Whether a damaged newest checkpoint ends the run. Otherwise resume=auto warns and uses the one before it."""
     asynchronous: bool
@@ -201,7 +201,7 @@ class NumericConfig:
     max_consecutive_skips: int
     """Maximum number of consecutive steps that are skipped because gradients are not finite. One more ends the run."""
     spike_sigma: float | None
-    """Standard deviations above the mean of the preceding losses that give a warning; null: no warning."""
+    """Standard deviations above the mean of preceding losses that give a warning; null: none."""
 
     def __post_init__(self) -> None:
         at_least("numeric.max_consecutive_skips", self.max_consecutive_skips, 0)
@@ -253,10 +253,10 @@ class TrainingKeys:
     private: bool
     """Whether only the owner can read the run's files. A new output_dir is then closed to others, too."""
     labels: Parity
-    """Which tokens are labels. exact: the tokens of every answer; llava_v1_5: as in the preprocessing of the original
-    LLaVA, which gives some samples no labels at all (LLaVA train.py:332-655)."""
+    """Which tokens are labels. exact: those of every answer; llava_v1_5: as in the original LLaVA, which gives some
+    samples no labels (LLaVA train.py:332-655)."""
     seed: int
-    """Seed of randomly drawn weights, of the order of samples, and of dropout."""
+    """Seed of random weights, the order of samples, and dropout."""
     epochs: int
     """Number of times that every record is trained on."""
     max_steps: int | None

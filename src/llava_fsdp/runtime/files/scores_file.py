@@ -15,6 +15,8 @@ from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object, require_kinds
 
 SCORES_FILE = "results.json"
+QUESTIONS = "questions"
+"""Key of the number of questions, among the scores of a task."""
 KINDS: dict[str, Kinds] = {
     "run": (str, type(None)), "step": (int, type(None)), "task": (str,), "data": (str,),
     "questions": (int, type(None)), "limit": (int, type(None)), "scores": (dict,), "time": (str,),

@@ -31,10 +31,12 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
+from llava_fsdp.runtime.files.scores_file import QUESTIONS, scores_text
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.events.held_out.best import MEASURED, BestValidation, best_validation
+from llava_fsdp.train.events.held_out.task_answers import TaskAnswers
 from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, pair_columns, rows_of, storage_errors
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
@@ -97,7 +99,12 @@ class Validation(RunEvents):
         self.events = events
         self.rows = RowWriter(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
-        self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
+
+        def make_generator(asked: HeldOut, own: Config, metric: AnswerMetric) -> AnswerGenerator:
+            return AnswerGenerator(model, asked, own, watchdog.wants_stop, self.pause, metric)
+
+        self.generator = make_generator(held_out, cfg, self.metric)
+        self.tasks = TaskAnswers(held_out, cfg, make_generator) if cfg.val.tasks else None
         self.found: list[dict[str, Any]] = []
         """On rank 0, all rows of `validation.jsonl`; those that an earlier start has written have no answers."""
         self.saved_steps: set[int] = set()
@@ -154,11 +161,12 @@ class Validation(RunEvents):
             with evaluating(self.state.model, device, self.state.roots):
                 losses = self.measure_losses()
                 answers = self.generator.answers()
+                task_scores = {} if self.tasks is None else self.tasks.measure()
         except RuntimeError:  # the DataLoader's signal handler raises it at any place when a worker dies
             self.held_out.loader.status.check()
             raise
         if own_rank() == 0:
-            self.report(losses, answers, time.perf_counter() - began_at)
+            self.report(losses, answers, task_scores, time.perf_counter() - began_at)
         self.compare()
 
     def compare(self) -> None:
@@ -230,12 +238,15 @@ class Validation(RunEvents):
             )
         ]
 
-    def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
+    def report(
+        self, losses: list[LossSum], answers: list[Answered], task_scores: dict[str, Any], seconds: float
+    ) -> None:
         """Write and log the results of a validation.
 
         Args:
             losses: sums of the losses of each data source, in the order of the sources.
             answers: the generated answers with their scores; empty without questions.
+            task_scores: scores of the tasks of lmms-eval, by task and name.
             seconds: duration of the validation.
         """
         names, questions = self.held_out.names, self.held_out.questions
@@ -259,10 +270,15 @@ class Validation(RunEvents):
                 "%d of %d answers have no text, because val.max_new_tokens=%d ended their thought; raise it",
                 cut, len(answers), self.cfg.val.max_new_tokens,
             )  # fmt: skip
+        if task_scores:
+            row["tasks"] = task_scores
         self.rows.add(row)
         self.found.append(row)
         self.events.after_validation(row)
         log().info("%s", line_of(row))
+        for task, scores in task_scores.items():
+            numbers = {name: value for name, value in scores.items() if name != QUESTIONS}
+            log().info("task %s: %s, of %s questions", task, scores_text(numbers), scores.get(QUESTIONS))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
