@@ -134,9 +134,7 @@ def by_hand(run: Path, records: list[dict[str, Any]], dataset: Path, tmp_path: P
         f"answers={tmp_path / 'by_hand.jsonl'}", "max_new_tokens=6", "blank=false", "batch_size=3",
     ]  # fmt: skip
     ask(f"model.checkpoint={run}", *data)
-    said = [
-        json.loads(line)["text"].partition("\n\n")[0] for line in (tmp_path / "by_hand.jsonl").read_text().splitlines()
-    ]
+    said = [json.loads(line)["text"] for line in (tmp_path / "by_hand.jsonl").read_text().splitlines()]
     right = [record["conversations"][1]["value"] for record in records]
     count = len(records)
     return {

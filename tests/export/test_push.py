@@ -183,7 +183,7 @@ def test_a_branch_is_made(run: Path, hub: FakeModelHub) -> None:
     assert not hub.models[NAME]["main"] and "model.safetensors" in hub.models[NAME]["v2"]
 
 
-def test_what_an_earlier_push_had_more_is_removed(run: Path, hub: FakeModelHub) -> None:
+def test_stale_shards_are_removed(run: Path, hub: FakeModelHub) -> None:
     push(run)
     hub.models[NAME]["main"]["model-00001-of-00002.safetensors"] = b"old"
     hub.models[NAME]["main"]["notes.txt"] = b"the user's"
@@ -202,7 +202,7 @@ def test_files_that_an_export_no_longer_has_are_removed(run: Path, hub: FakeMode
 def test_a_pushed_model_is_loaded_by_its_name(
     tmp_path: Path, hub: FakeModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although not all of its files are of the kinds that are downloaded at first."""
+    """Its LICENSE is not in the first download."""
     source = write_family("deepseek_vl", tmp_path / "source")
     (source / "LICENSE").write_text("free")
     push(source, f"to={tmp_path / 'made'}")
@@ -219,11 +219,12 @@ def test_a_pushed_model_is_loaded_by_its_name(
     assert resolve(NAME, "model.checkpoint") == tmp_path / "cache"
 
 
-def test_another_model_is_not_mixed_with(run: Path, hub: FakeModelHub) -> None:
-    hub.models[NAME] = {"main": {"pytorch_model.bin": b"other"}}
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_another_model_is_not_overwritten(file: str, run: Path, hub: FakeModelHub) -> None:
+    hub.models[NAME] = {"main": {file: b"other"}}
     with pytest.raises(ConfigError, match="another model"):
         push(run)
-    assert hub.models[NAME]["main"] == {"pytorch_model.bin": b"other"}
+    assert hub.models[NAME]["main"] == {file: b"other"}
 
 
 def test_the_users_own_card_is_kept(run: Path, hub: FakeModelHub, tmp_path: Path) -> None:
@@ -279,7 +280,7 @@ def test_a_refused_user_is_told_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_hub_that_is_away(run: Path, hub: FakeModelHub, tmp_path: Path) -> None:
+def test_an_unreachable_hub(run: Path, hub: FakeModelHub, tmp_path: Path) -> None:
     hub.close()
     with pytest.raises(HubError):
         push(run, f"to={tmp_path / 'made'}")
@@ -322,7 +323,7 @@ def test_a_conversion_needs_a_folder(key: str, run: Path, hub: FakeModelHub) -> 
 
 
 def test_a_path_of_a_vision_tower_stops_the_push(run: Path, hub: FakeModelHub, tmp_path: Path) -> None:
-    """The original's config.json has the folder, which the original needs."""
+    """format=llava writes the folder of the vision tower into config.json."""
     with pytest.raises(ModelError, match=r"config\.json"):
         push(run, f"to={tmp_path / 'made'}", "format=llava")
     assert not hub.models

@@ -1,8 +1,8 @@
 """Ask a trained model the tasks of lmms-eval (https://github.com/EvolvingLMMs-Lab/lmms-eval), with prompts of its
-training: `llava-fsdp evaluate tasks=[mme,gqa]`.
+training: `llava-fsdp evaluate 'tasks=[mme,gqa]'`.
 
-lmms-eval reads the datasets, makes the questions and scores the answers, in this process. The answers are generated as
-those of every other evaluation: in batches, by several processes, and continued from a file.
+lmms-eval reads the datasets, makes the questions and scores the answers, in the same process. The answers are generated
+as those of every other evaluation: in batches, by several processes, and continued from a file.
 """
 
 import argparse
@@ -29,12 +29,13 @@ from llava_fsdp.runtime.text.log import log
 
 GENERATE = "generate_until"
 """The kind of lmms-eval's requests that are answered here: a question with images, and an answer of free text."""
-OF_PROCESSES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """torchrun's variables, by which lmms-eval would divide the questions itself."""
 
 
 class AnswersTask(Protocol):
-    """Answers the questions of one task of lmms-eval: on rank 0 one text for each, elsewhere none."""
+    """Answers questions of one task of lmms-eval. It returns one answer for each question on the ranks that score them,
+    and an empty list on others."""
 
     def __call__(self, task: str, questions: list[BenchmarkQuestion], max_new_tokens: int, /) -> list[str]: ...
 
@@ -61,8 +62,8 @@ class AnsweredElsewhere(Exception):
 
 @dataclass(frozen=True)
 class DocumentImages(Mapping[str, ImageFile]):
-    """The images of a document of lmms-eval's dataset, by name. They are decoded when they are asked for, because those
-    of all documents may not fit into memory."""
+    """The images of a document of lmms-eval's dataset, by name. They are decoded at each access and not kept, because
+    those of all documents may not fit into memory."""
 
     names: tuple[str, ...]
     request: Any
@@ -71,6 +72,8 @@ class DocumentImages(Mapping[str, ImageFile]):
     """lmms-eval's datasets: task -> split -> documents."""
 
     def __getitem__(self, name: str) -> ImageFile:
+        if name not in self:
+            raise KeyError(name)
         visual = visuals_of(self.request, self.documents)[self.names.index(name)]
         return image_file(visual, name)
 
@@ -85,7 +88,7 @@ class DocumentImages(Mapping[str, ImageFile]):
 
 
 def visuals_of(request: Any, documents: Mapping[str, Any]) -> list[Any]:
-    """Return what lmms-eval shows with a request."""
+    """Return the images, videos or sounds of a request."""
     _, _, doc_to_visual, number, task, split = request.args
     visuals = doc_to_visual(documents[task][split][number])
     return [] if visuals is None else [visual for visual in visuals if visual is not None]
@@ -101,8 +104,8 @@ def image_file(visual: Any, name: str) -> ImageFile:
 
 
 def question_of(number: int, request: Any, documents: Mapping[str, Any]) -> BenchmarkQuestion:
-    """Return a request of lmms-eval as a question to the model. Its images stand before the text, as in lmms-eval's own
-    model of LLaVA (models/simple/llava_hf.py), unless the text has a tag for each; other tags are taken out."""
+    """Return a request of lmms-eval as a question to the model. If the text has one tag for each image, it is kept.
+    Otherwise all tags are removed, and the images come first, as in lmms-eval's models/simple/llava_hf.py."""
     text, _, _, document, task, _ = request.args
     where = f"task {task}, document {document}"
     names = tuple(f"{where}, image {index}" for index in range(len(visuals_of(request, documents))))
@@ -156,7 +159,8 @@ def score_tasks(asked: AskedTasks, answer: AnswersTask) -> dict[str, Any] | None
 
 
 def numbers_in(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scores in lmms-eval's result of a task, without the name of its filter where that is the usual one."""
+    """Return the scores of a task by name. Standard errors are left out, and so is `,none`, the default filter's
+    name."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in scores.items()
@@ -168,7 +172,7 @@ def numbers_in(scores: Mapping[str, Any]) -> dict[str, float]:
 def one_process() -> Iterator[dict[str, str]]:
     """Context manager in which torchrun's variables are not set, so that lmms-eval makes all questions in each process;
     the processes then divide them themselves. Yields these variables."""
-    before = {name: os.environ.pop(name) for name in OF_PROCESSES if name in os.environ}
+    before = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
     try:
         yield before
     finally:
@@ -231,16 +235,16 @@ def answer_requests(
         wanted = request.args[1]
         groups.setdefault((request.args[4], int(wanted.get("max_new_tokens", max_new_tokens))), []).append(index)
     texts = [""] * len(requests)
-    is_scored = True
+    is_scoring_rank = True
     for (task, length), indices in groups.items():
         if requests[indices[0]].args[1].get("do_sample"):
-            log().warning("task %s wants sampled answers; they are the likeliest tokens here", task)
+            log().warning("task %s asks for sampled answers; llava_fsdp decodes greedily", task)
         questions = [question_of(number, requests[index], documents) for number, index in enumerate(indices)]
         found = answer(task, questions, length)
-        is_scored = is_scored and len(found) == len(questions)
+        is_scoring_rank = is_scoring_rank and len(found) == len(questions)
         for index, text in zip(indices, found, strict=False):
             texts[index] = cut_at(text, requests[index].args[1].get("until") or [])
-    if not is_scored:
+    if not is_scoring_rank:
         raise AnsweredElsewhere
     return texts
 
@@ -262,8 +266,8 @@ def tasks_of(cfg: EvaluateConfig) -> AskedTasks:
 
 
 def configuration_of(cfg: EvaluateConfig, task: str, max_new_tokens: int) -> EvaluateConfig:
-    """Return the configuration with which the questions of a task are answered: the longest answer is the task's, and a
-    file of answers has the task's name in its own."""
+    """Return the configuration with which the questions of a task are answered. A file of answers has the task and the
+    length of its answers in its name."""
     answers = None
     if cfg.answers is not None:
         path = Path(cfg.answers)

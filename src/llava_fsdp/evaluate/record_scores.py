@@ -23,7 +23,7 @@ def record_scores(
 
     Args:
         task: what was asked; `data` names the questions.
-        result: scores of all questions or pairs by name, and other values, which are left out.
+        result: scores of all questions or pairs by name. Only its values of type float are recorded.
         history: which run and step made the model.
     """
     folder = run_of(Path(cfg.model.checkpoint))
@@ -43,11 +43,11 @@ def record_scores(
         add_scores(folder, entry)
     except StorageError as error:
         return log().warning("the scores are not recorded: %s", error)
-    log().info("the scores are in %s, too", folder / SCORES_FILE)
+    log().info("scores recorded in %s", folder / SCORES_FILE)
 
 
 def public_names(cfg: EvaluateConfig) -> str:
-    """Return the names of the files with the questions, without their folders."""
+    """Return the names of the data without folders, and of the model to compare with, if there is one."""
     is_of_files = cfg.task in (Task.conversations, Task.pairs)
     beside = [] if cfg.reference is None else [f"beside {public_name(cfg.reference)}"]
     return ", ".join([*(names_of_data(cfg.data) if is_of_files else [public_data(cfg.questions or "")]), *beside])

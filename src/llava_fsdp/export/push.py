@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +46,14 @@ SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")
 LEAST_SECRET = 8
 """Least number of characters of a variable's value that counts as a secret."""
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "model.gguf")
-"""Files with a vocabulary, whose pieces may be the name of any folder."""
-PATH = re.compile(r"(~|[A-Za-z]:)?[/\\][^\s/\\]+[/\\][^\s]+")
-"""Pattern for an absolute path of at least two parts."""
-PATHS = ("language", "vision", "checkpoint", "projector")
+"""Files with a vocabulary, which may contain any text."""
+PATH = re.compile(r"(~|file://|[A-Za-z]:)?[/\\][^\n/\\]+[/\\][^\n]+")
+"""Pattern for an absolute path of at least two parts, or of one in the home folder."""
+MODEL_KEYS = ("language", "vision", "checkpoint", "projector")
 """Keys in the notes whose values name models."""
 SEARCHED = 16 << 20
-"""Number of bytes at the beginning of a file of more than `SMALL` bytes that are searched. There its header is."""
-CODES_OF_USER = (401, 403, 404)
+"""Number of bytes at the beginning of a file of more than `SMALL` bytes that are searched: its header is there."""
+ACCESS_CODES = (401, 403, 404)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def check_address(address: str) -> HubPlace:
 
 
 def open_hub(place: HubPlace) -> Any:
-    """Return the hub's client, after asking the hub who the user is and whether the token may write. Raises ConfigError
-    if the user may not push to this place, and HubError if the hub cannot be reached."""
+    """Return the hub's client, after asking the hub who the user is. Raises ConfigError if the token may only read, or
+    the owner of the place is neither the user nor one of the user's organizations, and HubError if the hub cannot be
+    reached."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -105,7 +106,7 @@ def push_folder(folder: Path, place: HubPlace, api: Any, private: bool, run: Pat
 
     Args:
         api: client of the hub (`HfApi`).
-        private: whether only the owner can see the model, if it is new on the hub.
+        private: whether only the owner can see a repository that is new.
         run: output folder of the training that made the model; None if it is not known.
 
     Raises:
@@ -117,18 +118,19 @@ def push_folder(folder: Path, place: HubPlace, api: Any, private: bool, run: Pat
 
     check_folder(folder)
     files = files_to_push(folder, place, [] if run is None else read_scores(run))
-    refuse_private(files, folder)
+    refuse_secrets(files, folder)
     words = [f"source={folder}", f"push={place}", *([] if private else ["push_private=false"])]
     again = f"{folder} is complete; to push it again: llava-fsdp export {' '.join(map(shlex.quote, words))}"
     size = readable(sum(len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values()))
     log().info("pushing %s (%s) to %s", folder, size, place.name)
     with hub_errors(place, again):
         api.create_repo(place.name, private=private, exist_ok=True)
+        refuse_other_model(api.list_repo_files(place.name), place)
         if place.branch is not None:
             api.create_branch(place.name, branch=place.branch, exist_ok=True)
         stale = stale_files(api, place, files)
         if stale:
-            log().info("removing from %s what programs would load with the model: %s", place.name, ", ".join(stale))
+            log().info("removing files of an earlier push from %s: %s", place, ", ".join(stale))
         add = [CommitOperationAdd(name, file) for name, file in files.items()]
         commit = api.create_commit(
             place.name, [*add, *(CommitOperationDelete(name) for name in stale)], revision=place.branch,
@@ -157,10 +159,10 @@ def files_to_push(folder: Path, place: HubPlace, scores: Sequence[Mapping[str, A
 
 
 def public(value: Any, key: str, bases: list[str] | None) -> Any:
-    """Return a value of the notes in which each path of this machine is cut to its last name.
+    """Return a value of the notes. Absolute paths, and local paths under MODEL_KEYS, are cut to their last name.
 
     Args:
-        key: key of the value. The values of PATHS name models, by folders or names on the hub.
+        key: key of the value. The values of MODEL_KEYS name models, by folders or names on the hub.
         bases: public names of the models that a training began with, by which folders are told from names on the hub;
             None if they are not known.
     """
@@ -170,8 +172,10 @@ def public(value: Any, key: str, bases: list[str] | None) -> Any:
         return [public(part, key, bases) for part in value]
     if not isinstance(value, str) or "/" not in value:
         return value
-    if key in PATHS:
-        return value if value in (bases or []) else public_name(value) if bases is None else Path(value).name
+    if key in MODEL_KEYS and bases is None:
+        return public_name(value)
+    if key in MODEL_KEYS:
+        return value if value in bases else Path(value).name
     return Path(value).name if is_path(value) else value
 
 
@@ -180,29 +184,41 @@ def is_path(text: str) -> bool:
     return PATH.fullmatch(text) is not None
 
 
+def refuse_other_model(there: Collection[str], place: HubPlace) -> None:
+    """Raise ConfigError if the files `there`, which a repository on the hub has, are of a model that llava_fsdp has not
+    pushed."""
+    loaded = sorted(filter(is_loaded, there))
+    if loaded and NOTES not in there:
+        raise ConfigError(
+            f"push={place} would change another model, which has {loaded[0]} and no {NOTES}; give another name"
+        )
+
+
+def is_loaded(name: str) -> bool:
+    """Return whether programs would load a file as part of a model."""
+    return name in LOADED_NAMES or SHARD.fullmatch(name) is not None
+
+
 def stale_files(api: Any, place: HubPlace, files: Mapping[str, Any]) -> list[str]:
     """Return the names of files on the hub that an earlier push has written and this one does not write, or that
     programs would load with the pushed model, such as shards. Raise ConfigError if there is another model."""
-
     there = set(api.list_repo_files(place.name, revision=place.branch))
-    loaded = {name for name in there if name in LOADED_NAMES or SHARD.fullmatch(name)} - files.keys()
-    if loaded and NOTES not in there:
-        raise ConfigError(
-            f"push={place.name} holds another model: programs would load {min(loaded)} with what is pushed; give "
-            "another name"
-        )
+    refuse_other_model(there, place)
     before: set[str] = set()
     if NOTES in there:
         with TemporaryDirectory() as made:
             got = api.hf_hub_download(place.name, NOTES, revision=place.branch, local_dir=made)
             before = {*(object_or_none(Path(got)) or {}).get(FILES, {})}
-    return sorted(loaded | ((before & there) - files.keys()))
+    return sorted(name for name in there - files.keys() if name in before or is_loaded(name))
 
 
-def refuse_private(files: Mapping[str, Path | bytes], folder: Path) -> None:
-    """Raise ModelError if a file that is to be pushed holds a secret, or a path of this machine. Secrets are tokens of
-    the hub, keys of Amazon's cloud, and the values of environment variables with names like `..._TOKEN`. Vocabularies,
-    which have pieces of any texts, are searched for the first two alone."""
+def refuse_secrets(files: Mapping[str, Path | bytes], folder: Path) -> None:
+    """Raise ModelError if a file that is to be pushed holds a secret or a path of this machine.
+
+    Secrets are tokens of the hub, keys of Amazon's cloud, and the values of environment variables with names like
+    `..._TOKEN`. Paths are the folder, the one above it, the working directory, the home folder, and in JSON files any
+    absolute path. Vocabularies can contain any text, so they are searched for tokens and keys alone.
+    """
     secrets = {name: value for name, value in os.environ.items() if SECRET_NAMES.search(name.upper())}
     secrets = {name: in_files(value) for name, value in secrets.items() if len(value) >= LEAST_SECRET}
     paths = [str(path) for path in (folder.resolve(), folder.resolve().parent, Path.cwd()) if len(path.parts) > 2]
@@ -216,9 +232,10 @@ def refuse_private(files: Mapping[str, Path | bytes], folder: Path) -> None:
             held = held or next((path for path in paths if any(form in content for form in in_files(path))), None)
             held = held or (path_in_json(content) if name.endswith(".json") else None)
         if held is not None:
-            accept = f", and accept the change: llava-fsdp export source={folder} 'accept=[{name}]'"
+            accept = f", and accept the change: llava-fsdp export source={shlex.quote(str(folder))} 'accept=[{name}]'"
             raise ModelError(
-                f"{folder / name} holds {held}, which everyone could read on the hub; nothing was pushed. Take it out"
+                f"{folder / name} holds {held}, which readers of the repository would see; nothing was pushed. Take it "
+                + "out"
                 + ("" if name == README else accept)
             )
 
@@ -250,8 +267,8 @@ def beginning_of(file: Path) -> bytes:
 
 @contextmanager
 def hub_errors(place: HubPlace, again: str) -> Iterator[None]:
-    """Context manager that converts errors of huggingface_hub. `again`: what the message says of the state of the
-    files. Raises ConfigError if the hub refuses this user, else HubError."""
+    """Context manager that converts errors of huggingface_hub. `again`: end of the message, which says what was written
+    and what to do. Raises ConfigError if the hub refuses this user, else HubError."""
     from huggingface_hub import errors
 
     try:
@@ -261,10 +278,10 @@ def hub_errors(place: HubPlace, again: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, errors.HTTPError) as error:
         answer = getattr(error, "response", None)
         code = None if answer is None else answer.status_code
-        if isinstance(error, errors.LocalTokenNotFoundError) or code in CODES_OF_USER:
+        if isinstance(error, errors.LocalTokenNotFoundError) or code in ACCESS_CODES:
             raise ConfigError(
                 f"push={place.name}: the hub refuses this user ({' '.join(str(error).split())[:300]}); log in with `hf "
                 f"auth login`, or set HF_TOKEN to a token that may write there; {again}"
             ) from error
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise HubError(f"push={place.name}: the hub could not be reached, or refused ({why}); {again}") from error
+        raise HubError(f"push={place.name}: the push failed ({why}); {again}") from error

@@ -25,13 +25,13 @@ def history(cfg: Config, parts: Parts, run: str, step: int) -> dict[str, Any]:
 
 
 def history_in(notes: dict[str, Any]) -> dict[str, Any]:
-    """Return what the notes of a folder say about the training that produced the model."""
+    """Return the part of a folder's notes that `history` wrote."""
     return {key: notes[key] for key in HISTORY if key in notes}
 
 
 def base_models(cfg: ModelConfig, parts: Parts) -> list[str]:
     """Return the public names of the models that a training began with: a whole model, or a language model and a vision
-    tower. For a model that an earlier training made, they are those of that training, if its folder names them."""
+    tower. If an earlier training made the model, they are the models that it began with, where its notes name them."""
     if parts.whole is None:
         names = [cfg.language, cfg.vision]
     else:
@@ -59,7 +59,7 @@ def public_data(path: str) -> str:
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings of a training that its model card lists, by the words that the card uses."""
+    """Return the settings of a training that its model card lists, by their labels in the card."""
     optim, lora = cfg.optim, cfg.model.lora
     rates = {
         f"of the {part.value}": rate
@@ -69,15 +69,15 @@ def settings(cfg: Config) -> dict[str, Any]:
     found: dict[str, Any] = {
         "learning rate": ", ".join([f"{optim.lr:g}", *(f"{rate:g} {of}" for of, rate in rates.items())]),
         "schedule": optim.schedule.value,
-        "samples a step": cfg.global_batch_size,
+        "global batch size": cfg.global_batch_size,
         "epochs": cfg.epochs if cfg.max_steps is None else None,
-        "longest sample": f"{cfg.data.max_length} tokens",
+        "maximum length": f"{cfg.data.max_length} tokens",
         "seed": cfg.seed,
     }
     if cfg.data.pairs:
-        found["loss of pairs"] = f"{cfg.pref.form.value}, beta {cfg.pref.beta:g}"
+        found["preference loss"] = f"{cfg.pref.form.value}, beta {cfg.pref.beta:g}"
     if lora.enabled:
         found["LoRA"] = f"rank {lora.r}, alpha {lora.alpha:g}"
     if cfg.model.quantize.mode is not Quantizer.none:
-        found["frozen weights"] = cfg.model.quantize.mode.value
+        found["quantization of frozen weights"] = cfg.model.quantize.mode.value
     return {key: value for key, value in found.items() if value is not None}

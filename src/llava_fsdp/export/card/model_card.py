@@ -1,7 +1,8 @@
 """Write the model card of an exported folder: a `README.md` with metadata for the Hugging Face hub, what the model was
 made of, its scores, and how to use it.
 
-The card is computed from the folder's notes (`llava_fsdp.json`) and `config.json`. It names no folder of this machine.
+The card is computed from the folder's notes (`llava_fsdp.json`) and `config.json`. Of a local path it shows only the
+last name.
 Its format: https://huggingface.co/docs/hub/model-cards.
 """
 
@@ -20,14 +21,12 @@ from llava_fsdp.runtime.files.scores_file import scores_text
 from llava_fsdp.version import __version__
 
 KIND, REMARKS, LICENSE = "kind", "remarks", "license"
-"""Keys of the notes of an exported folder: its kind, what the reader has to know before using the model, and the
-metadata by which the hub shows the license of the base model."""
+"""Keys of the notes of an exported folder: its kind, remarks for the reader, and the license of the base model as the
+hub's metadata."""
 PLACE = "USER/NAME"
 """Name of the model on the hub, as the card has it before the folder is pushed."""
-WRITTEN = (
-    "<!-- llava_fsdp writes this file anew when it pushes this folder. Delete this line to keep your own text. -->"
-)
-"""Line by which a card is recognized that may be written anew."""
+WRITTEN = "<!-- A push by llava_fsdp replaces this text on the hub. Delete this line to keep your own text. -->"
+"""Line of a card that a push replaces."""
 
 
 class FolderKind(Enum):
@@ -63,7 +62,7 @@ print(processor.decode(made, skip_special_tokens=True))
 LLAVA = (
     TRANSFORMERS.replace("ADDED", "add_special_tokens=False")
     + """
-The template writes every special token itself, so texts are tokenized without adding any.
+The chat template already has every special token, so the tokenizer must add none.
 """
 )
 CLASS = TRANSFORMERS.replace("ADDED, ", "")
@@ -99,8 +98,8 @@ llama-server --model model.gguf --mmproj mmproj.gguf
 ollama create NAME --file Modelfile
 ```
 
-Ollama was not tried. By its documents an image stands before the question, without a line break. For the prompt of
-training begin the question with `[img]` and a line break.
+Ollama is untested. Its documentation puts the image before the question, without a line break. For the prompt of
+training, start the question with `[img]` and a line break.
 """
 ORIGINAL = f"""\
 With the original LLaVA (https://github.com/haotian-liu/LLaVA):
@@ -110,26 +109,23 @@ python -m llava.serve.cli --model-path {PLACE} --image-file image.png
 ```
 """
 PROJECTOR = """\
-Stage 2 of the original LLaVA begins with `--pretrain_mm_mlp_adapter mm_projector.bin`, and that of llava_fsdp with
-`model.projector=FOLDER`.
+To start stage 2 from it, give `--pretrain_mm_mlp_adapter mm_projector.bin` to the original LLaVA, or
+`model.projector=FOLDER` to llava_fsdp.
 """
 ADAPTERS = """\
 - peft puts them on the language model alone: `PeftModel.from_pretrained(AutoModelForCausalLM..., FOLDER)`.
-- vLLM, and peft over transformers' LLaVA class, know other names of modules. vLLM ignores the names in this folder
-  without an error, and no program but the original LLaVA and llava_fsdp loads the projector, which is in
-  `non_lora_trainables`.
-- Serve the merged model instead: the folder `export` of the training, or
-  `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
+- vLLM, and peft with transformers' LLaVA class, use other module names. vLLM ignores these adapters without an error.
+  Only the original LLaVA and llava_fsdp load the projector (`non_lora_trainables`).
+- Serve the merged model instead: `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
 - Or write the base model with the projector, and the adapters with the names of transformers' class beside it:
   `llava-fsdp export source=FOLDER to=DIR format=peft`, then `vllm serve DIR --enable-lora --lora-modules
   NAME=DIR/adapter`.
 """
 ADAPTERS_OF_CLASS = """\
 - peft puts them on the base model: `PeftModel.from_pretrained(AutoModelForImageTextToText..., FOLDER)`.
-- What was trained besides the adapters, such as the projector, is in `non_lora_trainables.safetensors`, if there is
-  such a file: no program but llava_fsdp loads it.
-- Serve the merged model instead: the folder `export` of the training, or
-  `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
+- Other trained weights, such as the projector's, are in `non_lora_trainables.safetensors`, if there is such a file.
+  Only llava_fsdp loads them.
+- Serve the merged model instead: `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
 """
 USES = {
     FolderKind.llava_of_transformers: LLAVA + CHAT,
@@ -247,6 +243,8 @@ def license_notes(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     terms = {key: found[key] for key in ("license", "license_name", "license_link") if found.get(key)}
+    if not str(terms.get("license_link", "http")).startswith("http"):  # names a file of the base model's folder
+        del terms["license_link"]
     return {LICENSE: terms} if terms else {}
 
 
@@ -264,7 +262,7 @@ def facts(notes: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str
         "conversation template": code(notes.get("template")),
         "images": code(notes.get("image_aspect_ratio")),
         "dtype": config.get("dtype") or notes.get("dtype"),
-        "made with": f"llava_fsdp {__version__}",
+        "card written by": f"llava_fsdp {__version__}",
     }
     return [(key, value) for key, value in rows.items() if value]
 

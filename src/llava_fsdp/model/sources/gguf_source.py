@@ -23,7 +23,7 @@ from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 LANGUAGE_KEYS = ("model.language", "language", "base")
-"""Keys of commands that name a language model."""
+"""Configuration keys that name a language model."""
 
 
 def is_gguf(name: str) -> bool:
@@ -66,7 +66,7 @@ def convert(file: Path, final: Path, key: str) -> None:
     log().info("%s=%s: dequantizing it into %s, once", key, file, final)
     staged = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(staged, ignore_errors=True)
-    # a folder with the file alone: transformers also takes an adapter or a tokenizer that lies beside it
+    # a folder with the file alone: transformers would also load an adapter or a tokenizer that lies beside it
     with TemporaryDirectory(prefix="llava_fsdp-") as folder:
         (Path(folder) / file.name).symlink_to(file.resolve())
         with library_errors(f"{key}={file}: transformers cannot read this GGUF file", ModelError):
@@ -75,7 +75,7 @@ def convert(file: Path, final: Path, key: str) -> None:
             )
             model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False, local_files_only=True,
-                **unpacking(),
+                **dequantize_argument(),
             )  # fmt: skip
     try:
         model.save_pretrained(staged)
@@ -86,8 +86,8 @@ def convert(file: Path, final: Path, key: str) -> None:
         raise ConfigError(f"{key}={file}: {staged} cannot be written: {error}") from error
 
 
-def unpacking() -> dict[str, Any]:
-    """Return the argument with which transformers unpacks quantized weights; earlier versions always do."""
+def dequantize_argument() -> dict[str, Any]:
+    """Return the keyword argument that makes transformers dequantize the weights; earlier versions always do."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 

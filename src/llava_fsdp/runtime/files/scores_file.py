@@ -26,13 +26,13 @@ TITLES = {
     "accuracy": "accuracy", "accuracy_blank_pictures": "with blank images", "accuracy_blind_guess": "best blind guess",
 }  # fmt: skip
 """Scores that are shares of 1: name -> how it is shown."""
-SAME = ("run", "step", "task", "data", "questions")
-"""Keys in which two evaluations are equal if the later one replaces the earlier."""
+SAME = ("run", "step", "task", "data", "questions", "limit")
+"""A new entry replaces an older one with the same values of these keys."""
 
 
 def read_scores(folder: Path) -> list[dict[str, Any]]:
-    """Return the scores of each evaluation that is recorded in a run's folder, in the order of their times; none if
-    there is no such file or it cannot be read."""
+    """Return the scores of each evaluation that is recorded in a run's folder, in the order of their times; an
+    empty list if there is no such file, or it cannot be read."""
     try:
         return entries_in(folder / SCORES_FILE)
     except BadJson:
@@ -58,10 +58,11 @@ def is_entry(entry: Any) -> bool:
 
 
 def scores_text(scores: Mapping[str, float]) -> str:
-    """Return the scores of an evaluation in words."""
-    shown = (
-        f"{TITLES[name]} {value:.1%}" if name in TITLES else f"{name} {value:.4g}" for name, value in scores.items()
-    )
+    """Return the scores of an evaluation as one line of text."""
+    shown = [
+        f"{TITLES[name]} {value:.1%}" if name in TITLES and value <= 1 else f"{name} {value:.4g}"
+        for name, value in scores.items()
+    ]
     return ", ".join(shown)
 
 
@@ -73,17 +74,18 @@ def add_scores(folder: Path, entry: dict[str, Any]) -> None:
     entry = {**entry, "scores": finite}
     key = [entry.get(name) for name in SAME]
     try:
-        with alone_in(folder):
+        with locked_folder(folder):
             others = [other for other in entries_in(path) if [other.get(name) for name in SAME] != key]
             replace_file(path, json.dumps({"evaluations": [*others, entry]}, indent=1).encode(), 0o666)
     except (BadJson, OSError) as error:
         reason = why(error, folder) if isinstance(error, OSError) else str(error)
-        raise StorageError(f"{path} cannot be written: {reason}") from error
+        raise StorageError(f"{path} cannot be read or written: {reason}") from error
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Context manager in which no other process of this machine adds scores in this folder."""
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Context manager that locks a folder, so that only one process of this machine adds scores to it, where the file
+    system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some file systems have no locks
