@@ -33,7 +33,6 @@ from llava_fsdp.runtime.files.run_dir import (
     mark_begun,
     refuse_in_use,
 )
-from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.files.status_file import (
     Outcome,
     final_status,
@@ -42,6 +41,7 @@ from llava_fsdp.runtime.files.status_file import (
     read_status,
     write_ending,
 )
+from llava_fsdp.runtime.process.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog, open_new
 
 HOLDER = """

@@ -21,8 +21,8 @@ from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes, why
 from llava_fsdp.runtime.files.run_dir import claiming_folder, held_by
-from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.files.status_file import Outcome, first_failure, put_status, read_status, write_ending
+from llava_fsdp.runtime.process.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS, Watchdog
 from llava_fsdp.runtime.text.log import setup_logging
 from llava_fsdp.train.events.reporting.live_page import rewrite_page

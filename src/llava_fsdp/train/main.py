@@ -31,7 +31,7 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.run_dir import FOLDER, claiming_folder, restoring_umask, step_of
-from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
+from llava_fsdp.runtime.process.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog, WatchedRun
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_fsdp.config import Config
-from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
+from llava_fsdp.runtime.process.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import final_export
 from llava_fsdp.train.events.gc_schedule import GarbageCollection

@@ -19,7 +19,7 @@ from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints
-from llava_fsdp.runtime.files.run_dir_watch import FolderChange, RunDirLock
+from llava_fsdp.runtime.process.run_dir_watch import FolderChange, RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
