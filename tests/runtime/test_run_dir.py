@@ -20,7 +20,7 @@ from llava_fsdp import status
 from llava_fsdp.runtime import errors, launch
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.files import run_dir, run_dir_watch, status_file
+from llava_fsdp.runtime.files import run_dir, status_file
 from llava_fsdp.runtime.files.heartbeat import FOLDER as HEARTBEATS
 from llava_fsdp.runtime.files.heartbeat import Beat, Phase, put_beat
 from llava_fsdp.runtime.files.jsonl import append, read_rows
@@ -41,6 +41,7 @@ from llava_fsdp.runtime.files.status_file import (
     read_status,
     write_ending,
 )
+from llava_fsdp.runtime.process import run_dir_watch
 from llava_fsdp.runtime.process.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog, open_new
 
