@@ -53,7 +53,7 @@ def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options:
         "rounds": (1 + options.repeats) * len(data),
         "adamw": ADAMW,
         "clip": CLIP,
-        "options": {name: getattr(options, name) for name in ("steps", "ranks", "rows")},
+        "options": {name: getattr(options, name) for name in ("steps", "ranks", "rows", "frozen")},
     }
 
 
@@ -194,7 +194,8 @@ def main() -> None:
         for row in rows
     ]
     show("CPU seconds of a step", ("peer, data", "median", "ours packed is"), lines)
-    print(f"wrote {write_json(report, 'whole-peers-cpu', options.folder)}")
+    name = "whole-peers-frozen-cpu" if options.frozen else "whole-peers-cpu"
+    print(f"wrote {write_json(report, name, options.folder)}")
 
 
 def parse() -> argparse.Namespace:
@@ -205,6 +206,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="samples of a step")
     parser.add_argument("--hidden", type=int, default=512, help="width of the language model")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--frozen", action="store_true", help="the vision part is frozen, as in LLaVA's recipe")
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a peer may take to start, or a round")
     return parser.parse_args()
 

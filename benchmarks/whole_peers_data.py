@@ -122,7 +122,7 @@ def configure(work: Path, data: str, options: argparse.Namespace) -> Config:
     """Our training as a user would write it down; what is not named here is as it comes."""
     return composed([
         "stage=finetune_task",
-        "model.train=[vision,projector,language]",
+        f"model.train=[{'' if options.frozen else 'vision,'}projector,language]",
         f"model.checkpoint={work / 'weights'}",
         "data=llava_json",
         f"data.path={work / data / 'records.json'}",

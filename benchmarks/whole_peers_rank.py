@@ -67,11 +67,15 @@ def in_rows(samples: list[Sample]) -> Sample:
 def transformers_model(plan: dict[str, Any], attention: str = "sdpa") -> Any:
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(
+    model = AutoModelForImageTextToText.from_pretrained(
         str(Path(plan["work"]) / "weights"),
         dtype=torch.float32,
         attn_implementation={"text_config": attention, "vision_config": "sdpa"},
     )
+    if plan["options"]["frozen"]:  # all but the merger, which is the projector
+        model.model.visual.requires_grad_(False)
+        model.model.visual.merger.requires_grad_(True)
+    return model
 
 
 def run_hf(plan: dict[str, Any]) -> None:
@@ -104,7 +108,7 @@ def run_by_hand(plan: dict[str, Any]) -> None:
     register_each_sample()
     model = transformers_model(plan, EACH_SAMPLE).train()
     prepared = {data: [in_one_row(model, own) for own in steps] for data, steps in samples_of(plan).items()}
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, **plan["adamw"])
     rounds = Rounds(plan)
     for step in rounds.steps(prepared):

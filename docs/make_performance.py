@@ -192,8 +192,15 @@ def packed_peers() -> str:
 
 
 def whole_peers() -> str:
-    """CPU seconds of a step of a whole model of transformers, beside its Trainer and a packed loop by hand."""
-    path, report = newest("whole-peers-cpu")
+    """CPU seconds of a step of a whole model of transformers, beside its Trainer and a packed loop by hand: with all
+    parts trained, and with a frozen vision part."""
+    frozen = whole_peers_in("whole-peers-frozen-cpu")
+    return f"{whole_peers_in('whole-peers-cpu')}\n\nWith a frozen vision part, as in LLaVA's recipe:\n\n{frozen}"
+
+
+def whole_peers_in(name: str) -> str:
+    """CPU seconds of a step in the newest result of a name."""
+    path, report = newest(name)
     found, own, options = {}, report["options"], report["options"]["data"]
     for row in report["rows"]:
         found.setdefault(row["peer"], {})[row["data"]] = row
@@ -203,17 +210,22 @@ def whole_peers() -> str:
     ]
     head = ["", *(name for data in options for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
     goals = {goal["peer"]: f"{goal['goal']:.1f} is {'met' if goal['met'] else 'missed'}" for goal in report["goals"]}
-    size = report["sizes"]["mixed"]
+    main = next(data for data in options if data != "text")
+    size, recipe = report["sizes"][main], "vision part frozen" if own.get("frozen") else "all parts train"
+    products = report["products"][main][recipe]
+    blank = "" if report["blank_image"] is None else (
+        " In a step of `text` the vision part does not run. A rank without images beside one that has some runs it on a "
+        f"blank image: its steps take {report['blank_image']['median']:.2f} times the seconds."
+    )  # fmt: skip
     return (
         f"Width {own['hidden']}, {own['layers']} layers and as many in the vision part, {own['rows']} samples a step, "
-        f"{own['steps']} steps a round, {own['repeats']} rounds. A step of `mixed` has {size['tokens']:,.0f} tokens "
+        f"{own['steps']} steps a round, {own['repeats']} rounds. A step of `{main}` has {size['tokens']:,.0f} tokens "
         f"({size['padded_positions']:,.0f} positions when padded) and {size['patches']:,.0f} patches of images. First "
         f"losses agree within {report['equality']['first losses']:.0e}:\n\n"
         f"{table(head, lines, 'l' + 'r' * 2 * len(options))}\n\n"
-        f"On `mixed`, the goal beside the Trainer of {goals['hf']}, and that beside the loop by hand of "
-        f"{goals['row']}. In a step of `text` the vision part does not run. A rank without images beside one that has "
-        f"some runs it on a blank image: its steps take {report['blank_image']['median']:.2f} times the seconds.\n\n"
-        f"{origin(path, report)}"
+        f"On `{main}`, the goal beside the Trainer of {goals['hf']}, and that beside the loop by hand of "
+        f"{goals['row']}. A padded step has {products['padded_over_packed']:.2f} times the products of matrices.{blank}"
+        f"\n\n{origin(path, report)}"
     )
 
 
