@@ -62,6 +62,8 @@ def charts_of(run: RunRecord) -> Iterator[Chart]:
         )
         for chart, names in CURVES
     )
+    of_pairs = "accuracy" in history.curves
+    loss = replace(loss, unit="a pair") if of_pairs else loss
     yield replace(loss, note=width_note(run))
     if len(history.sources) > 1:
         num_hidden = len(history.sources) - len(sources)
@@ -70,7 +72,7 @@ def charts_of(run: RunRecord) -> Iterator[Chart]:
             f"The {MOST_SOURCES} with most label tokens; {num_hidden} more are in metrics.jsonl." if num_hidden else ""
         )
         yield replace(loss, title="Loss by source", lines=lines, note=note, wide=False)
-    yield from validation_charts(run.validations, marks)
+    yield from validation_charts(run.validations, marks, loss.unit)
     planned = run.about.get("planned_peak")
     level = ("planned", planned / GIB) if isinstance(planned, int) else None
     yield from (replace(chart, level=level) if chart.title == "Peak memory" else chart for chart in others)
@@ -93,9 +95,9 @@ def width_note(run: RunRecord) -> str:
     return f"A point is the mean of {curve.width:,} or more steps; the band shows their least and greatest value."
 
 
-def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[Chart]:
+def validation_charts(rows: list[dict[str, Any]], marks: list[int], unit: str) -> Iterator[Chart]:
     """Yield the charts of a run's validation loss and score, with a line for each data source if there are several.
-    `rows`: rows of validation.jsonl; `marks`: steps after which the run was restarted."""
+    `rows`: rows of validation.jsonl; `marks`: steps after which the run was restarted; `unit`: the loss's."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("sources") or {}))[:MOST_SOURCES]
     lines = [Line("all", values_of(rows, lambda row: row.get("loss")), 0, True)]
     scores = [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)]
@@ -106,7 +108,7 @@ def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[
     guesses = values_of(rows, lambda row: row.get("blind_guess"))
     if guesses:
         scores.append(Line("best guess without images", guesses, len(names) + 1, True))
-    yield Chart("Validation loss", lines, "a label token", logs=True, marks=marks)
+    yield Chart("Validation loss", lines, unit, logs=True, marks=marks)
     metric = next((str(row["metric"]) for row in rows if row.get("metric")), "")
     yield Chart("Validation score", scores, metric, marks=marks)
 
