@@ -263,7 +263,7 @@ def test_an_adapter_folder_says_where_it_has_no_effect(
     train_adapters(parts, dataset, run, "max_steps=1", "export.merge=false")
     for folder in (run / "adapter", run / "checkpoints" / "step-000001" / "adapter"):
         text = (folder / "README.md").read_text()
-        assert "vLLM ignores the names" in text and "format=peft" in text
+        assert "vLLM ignores these adapters" in text and "format=peft" in text
         (folder / "README.md").write_text("another card")
         check_folder(folder)
     assert sum("vLLM ignores their names" in record.getMessage() for record in caplog.records) == 1

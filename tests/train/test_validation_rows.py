@@ -123,7 +123,7 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
     losses = [loss_sum(6.0, 3), loss_sum(1.0, 4)]
-    Validation.report(held, losses, answers, 1.5)
+    Validation.report(held, losses, answers, {"mmx": {"score": 0.5, "questions": 4}}, 1.5)
     (row,) = passed
     assert [(own["source"], own["answer"]) for own in row["answers"]] == [("a", "answer 1"), ("b", "answer 2")]
     assert (row["metric"], row["score"], row["questions"]) == ("vqa", 0.5, 3)
@@ -131,11 +131,11 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
         "a": (2, 0.75),
         "b": (0.25, 0),
     }
-    assert "thoughts_cut" not in row
-    Validation.report(held, losses, [Answered(0, "", 0.0, is_thought_cut=True), answers[1]], 1.5)
+    assert "thoughts_cut" not in row and row["tasks"] == {"mmx": {"score": 0.5, "questions": 4}}
+    Validation.report(held, losses, [Answered(0, "", 0.0, is_thought_cut=True), answers[1]], {}, 1.5)
     assert passed[1]["thoughts_cut"] == 1 and passed[1]["questions"] == 2
     held_out.questions = []
-    Validation.report(held, losses, [], 1.5)
+    Validation.report(held, losses, [], {}, 1.5)
     assert (passed[2]["metric"], passed[2]["answers"]) == (None, [])
     assert [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()] == passed
 
