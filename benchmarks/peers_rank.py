@@ -149,7 +149,7 @@ def kept(loader: Any, steps: Iterator[Any]) -> Any:
         def __init__(self) -> None:
             vars(self).update(vars(loader))
 
-        def prepared(self, first: int, give_up: Any = None) -> Iterator[Any]:
+        def steps_from(self, first: int, give_up: Any = None) -> Iterator[Any]:
             return steps
 
     return Kept()

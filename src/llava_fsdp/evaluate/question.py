@@ -87,7 +87,10 @@ def with_instruction(questions: list[BenchmarkQuestion], task: Task, adds: bool)
     suffix, first = SUFFIXES[task], questions[0]
     if not adds:
         if suffix not in first.prompt and env_rank() == 0:
-            log().info('%s does not end with "%s", as the original\'s do; suffix=true adds it', first.where, suffix)
+            log().info(
+                '%s does not end with "%s", as the original\'s do; if training had it, suffix=true adds it',
+                first.where, suffix,
+            )  # fmt: skip
         return questions
     already = next((q for q in questions if q.prompt.rstrip().endswith(suffix)), None)
     if already is not None:

@@ -52,7 +52,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 processor = AutoProcessor.from_pretrained("{PLACE}")
 model = AutoModelForImageTextToText.from_pretrained("{PLACE}")
 messages = [{{"role": "user", "content": [{{"type": "image"}}, {{"type": "text", "text": "What is this?"}}]}}]
-image = Image.open("image.png").convert("RGB")
+image = Image.open("image.png")
 text = processor.apply_chat_template(messages, add_generation_prompt=True)
 inputs = processor(text=text, images=[image], ADDED, return_tensors="pt").to(model.device)
 made = model.generate(**inputs, max_new_tokens=50)[0, inputs["input_ids"].shape[1] :]
@@ -79,6 +79,8 @@ With vLLM:
 ```bash
 vllm serve {PLACE}
 ```
+
+The server samples unless a request has `temperature: 0`.
 """
 WITH_ADAPTERS = LLAVA.replace(
     "messages =",
@@ -97,6 +99,8 @@ GGUF = """\
 llama-server --model model.gguf --mmproj mmproj.gguf
 ollama create NAME --file Modelfile
 ```
+
+The server samples unless a request has `temperature: 0`. It shows hidden pixels: put transparent images on white first.
 
 Ollama is untested. Its documentation puts the image before the question, without a line break. For the prompt of
 training, start the question with `[img]` and a line break.
@@ -176,6 +180,7 @@ def model_card(
     parts = [
         f"---\n{metadata(kind, notes, config, place.rpartition('/')[2], own)}---",
         WRITTEN,
+        *([f"`{PLACE}` stands for this folder, or its name on the hub."] if place == PLACE else []),
         f"# {place.rpartition('/')[2]}",
         table(("", ""), facts(notes, config)),
         *([f"## Scores\n\n{table_of_scores(own)}"] if own else []),
