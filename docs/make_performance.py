@@ -232,7 +232,7 @@ def whole_peers_in(name: str) -> str:
 WHOLE = {
     "ours packed": "this project",
     "hf": "transformers' Trainer, padded",
-    "row": "loop by hand, transformers' class, one row, SDPA a sample at a time, logits of labels alone",
+    "row": "an expert's packed loop by hand",
 }
 
 

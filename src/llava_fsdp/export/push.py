@@ -172,9 +172,9 @@ def public(value: Any, key: str, bases: list[str] | None) -> Any:
         return [public(part, key, bases) for part in value]
     if not isinstance(value, str) or "/" not in value:
         return value
-    if key in MODEL_KEYS and bases is None:
-        return public_name(value)
     if key in MODEL_KEYS:
+        if bases is None:
+            return public_name(value)
         return value if value in bases else Path(value).name
     return Path(value).name if is_path(value) else value
 
