@@ -19,4 +19,5 @@ say "stage 2 of 2: projector and language model learn"
 say "questions about pictures that it has not seen"
 python -m llava_fsdp.evaluate
 say "curves and settings of both runs, for a browser: outputs/pretrain/report.html, outputs/finetune/report.html"
+say "for the command llava-fsdp in your shell: source .venv/bin/activate"
 say "next, a real language model, vision tower and questions: ./examples/real/run.sh"
