@@ -115,9 +115,9 @@ def test_quickstart_trains_both_stages_and_evaluates(machine: Machine, gpus: int
     train = f"train --nproc-per-node {ranks} stage="
     commands = machine.notes.read_text().splitlines()[1:]  # behind the installation
     assert commands == [f"{train}pretrain shutdown=", f"{train}finetune shutdown=", "-m llava_fsdp.evaluate"]
-    pages, following = done.stderr.splitlines()[-2:]
+    pages, shell, following = done.stderr.splitlines()[-3:]
     assert pages.endswith("outputs/pretrain/report.html, outputs/finetune/report.html")
-    assert following.endswith("./examples/real/run.sh")
+    assert shell.endswith("source .venv/bin/activate") and following.endswith("./examples/real/run.sh")
 
 
 def test_node_uses_every_gpu(machine: Machine) -> None:
