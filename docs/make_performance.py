@@ -214,8 +214,8 @@ def whole_peers_in(name: str) -> str:
     size, recipe = report["sizes"][main], "vision part frozen" if own.get("frozen") else "all parts train"
     products = report["products"][main][recipe]
     blank = "" if report["blank_image"] is None else (
-        " In a step of `text` the vision part does not run. A rank without images beside one that has some runs it on a "
-        f"blank image: its steps take {report['blank_image']['median']:.2f} times the seconds."
+        " In a step of `text` the vision part does not run. A rank without images beside one that has some runs it on "
+        f"a blank image: its steps take {report['blank_image']['median']:.2f} times the seconds."
     )  # fmt: skip
     return (
         f"Width {own['hidden']}, {own['layers']} layers and as many in the vision part, {own['rows']} samples a step, "
