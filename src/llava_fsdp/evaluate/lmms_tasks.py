@@ -29,6 +29,8 @@ from llava_fsdp.runtime.text.log import log
 
 GENERATE = "generate_until"
 """The kind of lmms-eval's requests that are answered here: a question with images, and an answer of free text."""
+FEWSHOT_SEED = 1234
+"""lmms-eval's own seed for choosing examples that stand before a question."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """torchrun's variables, by which lmms-eval would divide the questions itself."""
 
@@ -116,46 +118,66 @@ def question_of(number: int, request: Any, documents: Mapping[str, Any]) -> Benc
     return BenchmarkQuestion(number, f"{task}:{document}:{number}", text, asked, names, where, inline=inline)
 
 
-def score_tasks(asked: AskedTasks, answer: AnswersTask) -> dict[str, Any] | None:
-    """Return lmms-eval's scores of a model's answers: task -> {`questions`: their number, name of a score: its value}.
-    None in processes that only answer.
+class LmmsTasks:
+    """The tasks of lmms-eval that are asked, with their datasets."""
 
-    Raises:
-        ConfigError: lmms-eval is not installed, or there is no such task.
-        DataError: a task asks for something else than answers to questions about images, or lmms-eval fails.
-    """
-    if importlib.util.find_spec("lmms_eval") is None:
-        raise ConfigError("tasks need lmms-eval: pip install lmms-eval (docs/evaluation.md)")
-    with library_errors("lmms-eval, or a package that it needs, cannot be imported", ConfigError):
-        from lmms_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
-        from lmms_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    def __init__(self, asked: AskedTasks):
+        """Load the tasks.
 
-    names = ", ".join(asked.names)
-    with one_process() as variables:
-        with library_errors(f"tasks={names}: lmms-eval cannot read its tasks", ConfigError):
+        Raises:
+            ConfigError: lmms-eval is not installed, or there is no such task.
+            DataError: a task asks for something else than answers to questions about images, or cannot be loaded.
+        """
+        if importlib.util.find_spec("lmms_eval") is None:
+            raise ConfigError("tasks need lmms-eval: pip install lmms-eval (docs/evaluation.md)")
+        with library_errors("lmms-eval, or a package that it needs, cannot be imported", ConfigError):
+            from lmms_eval.evaluator_utils import get_task_list  # pyright: ignore[reportMissingImports]
+            from lmms_eval.tasks import TaskManager, get_task_dict  # pyright: ignore[reportMissingImports]
+
+        self.asked, self.names = asked, ", ".join(asked.names)
+        with library_errors(f"tasks={self.names}: lmms-eval cannot read its tasks", ConfigError):
             manager = TaskManager(include_path=asked.folder)
             matches = {name: manager.match_tasks([name]) for name in asked.names}
         unknown = [name for name, found in matches.items() if not found]
         if unknown:
             raise ConfigError(f"tasks={unknown[0]}: lmms-eval has no such task; for one of your own give tasks_folder")
-        try:
-            with library_errors(f"tasks={names}: lmms-eval failed", DataError):
-                found = simple_evaluate(
-                    model=model_of(answer, asked, variables), task_manager=manager, limit=asked.limit,
-                    tasks=list(dict.fromkeys(name for found in matches.values() for name in found)),
-                    bootstrap_iters=0, log_samples=False, device="cpu", distributed_executor_backend="torchrun",
-                    process_docs_parallel=1, cli_args=arguments_of(asked),
-                    # a training's random numbers stay as they are
-                    random_seed=None, numpy_random_seed=None, torch_random_seed=None,
-                )  # fmt: skip
-        except DataError as error:
-            if isinstance(error.__cause__, AnsweredElsewhere):
-                return None
-            raise
-    return {
-        task: {QUESTIONS: found["n-samples"].get(task, {}).get("effective"), **numbers_in(scores)}
-        for task, scores in found["results"].items()
-    }
+        names = list(dict.fromkeys(name for found in matches.values() for name in found))
+        with library_errors(f"tasks={self.names}: lmms-eval cannot load them", DataError):
+            self.by_group: dict[Any, Any] = get_task_dict(names, manager, "simple")
+            self.by_name = {found.task_name: found.task for found in get_task_list(self.by_group)}
+        for name, task in self.by_name.items():
+            if task.OUTPUT_TYPE != GENERATE:
+                raise DataError(
+                    f"tasks: {name} asks for {task.OUTPUT_TYPE}, and only {GENERATE} is answered; leave it out"
+                )
+            # as lmms-eval's own command does
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+
+    def score(self, answer: AnswersTask) -> dict[str, Any] | None:
+        """Return lmms-eval's scores of a model's answers: task -> {`questions`: their number, name of a score: its
+        value}. None in processes that only answer. Raises DataError if lmms-eval fails."""
+        from lmms_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+
+        with one_process() as variables:
+            model = model_of(answer, self.asked, variables)
+            model.task_dict = {name: task.dataset for name, task in self.by_name.items()}
+            try:
+                with library_errors(f"tasks={self.names}: lmms-eval failed", DataError):
+                    found = evaluate(
+                        lm=model, task_dict=self.by_group, limit=self.asked.limit, bootstrap_iters=0, log_samples=False,
+                        distributed_executor_backend="torchrun", process_docs_parallel=1,
+                        cli_args=arguments_of(self.asked),
+                    )  # fmt: skip
+            except DataError as error:
+                if isinstance(error.__cause__, AnsweredElsewhere):
+                    return None
+                raise
+        return {
+            task: {QUESTIONS: found["n-samples"].get(task, {}).get("effective"), **numbers_in(scores)}
+            for task, scores in found["results"].items()
+        }
 
 
 def numbers_in(scores: Mapping[str, Any]) -> dict[str, float]:
@@ -206,18 +228,12 @@ def model_of(answer: AnswersTask, asked: AskedTasks, variables: Mapping[str, str
                     del os.environ[name]
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            raise refused(requests)
+            raise NotImplementedError  # an abstract method; such tasks were refused before
 
         def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
-            raise refused(requests)
+            raise NotImplementedError  # likewise
 
     return TrainedModel()
-
-
-def refused(requests: Sequence[Any]) -> DataError:
-    """Return the error about requests of a kind that is not answered here."""
-    task, kind = requests[0].task_name, requests[0].request_type
-    return DataError(f"tasks: {task} asks for {kind}, and only tasks of {GENERATE} are answered; leave it out")
 
 
 def answer_requests(

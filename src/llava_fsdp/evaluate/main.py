@@ -31,7 +31,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file, storage_errors
 from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
-from llava_fsdp.evaluate.lmms_tasks import configuration_of, score_tasks, tasks_of
+from llava_fsdp.evaluate.lmms_tasks import LmmsTasks, configuration_of, tasks_of
 from llava_fsdp.evaluate.pairs import evaluate_pairs, table_of_pairs
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
@@ -74,11 +74,11 @@ def evaluate(cfg: EvaluateConfig) -> None:
     if cfg.data.images is not None and is_remote(cfg.data.images):
         cfg = replace(cfg, data=replace(cfg.data, images=find_images(cfg.data.images, "data.images")))
     if cfg.task is Task.pairs:
-        scores = evaluate_pairs(cfg)
+        opened = open_model(cfg.model.checkpoint, AUTO)
+        scores = evaluate_pairs(cfg, opened)
         console = TextConsole(width=None if sys.stdout.isatty() else 120)
         print(json.dumps(scores)) if cfg.format is Format.json else console.print(table_of_pairs(scores))
-        history = open_model(cfg.model.checkpoint, AUTO).source.history
-        return record_scores(cfg, cfg.task.value, public_names(cfg), scores, history)
+        return record_scores(cfg, cfg.task.value, public_names(cfg), scores, opened.source.history)
     questions = read_questions(cfg)
     check_images(questions, cfg.data)
     generator = BenchmarkAnswerer(cfg, questions, shard)
@@ -130,7 +130,7 @@ def evaluate_tasks(cfg: EvaluateConfig, shard: QuestionShard) -> None:
         generators.append(generator)
         return generator.answers(blank=False)
 
-    scores = score_tasks(tasks_of(cfg), answer)
+    scores = LmmsTasks(tasks_of(cfg)).score(answer)
     if scores is None:
         return
     if cfg.format is Format.json:

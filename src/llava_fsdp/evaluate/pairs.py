@@ -23,6 +23,7 @@ from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread
 from llava_fsdp.evaluate.read_questions import records_by_turns
 from llava_fsdp.evaluate.results import BLANK
+from llava_fsdp.export.source_model import Opened
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import watch
 
@@ -54,10 +55,11 @@ class PairScore:
         return chosen.log_probability / chosen.tokens - rejected.log_probability / rejected.tokens
 
 
-def evaluate_pairs(cfg: EvaluateConfig) -> dict[str, Any]:
+def evaluate_pairs(cfg: EvaluateConfig, opened: Opened | None = None) -> dict[str, Any]:
     """Return how well a model distinguishes the chosen and the rejected answers of the pairs of `data.path`: the mean
     scores of all pairs and, if there are several data sources, of each. If the configuration says so, also the accuracy
-    with blank images, and scores relative to a second model (`cfg.reference`).
+    with blank images, and scores relative to a second model (`cfg.reference`). `opened`: the result of `open_model` for
+    the model; None: it is opened here.
 
     Raises:
         ConfigError: there are several processes.
@@ -72,13 +74,13 @@ def evaluate_pairs(cfg: EvaluateConfig) -> dict[str, Any]:
     pairs = [(record, files_of(record, folders[source.images])) for source, record in read]
     sources = [source.name for source, _ in read]
 
-    def score(checkpoint: str, by: str) -> tuple[list[PairScore], list[PairScore] | None]:
+    def score(checkpoint: str, by: str, opened: Opened | None = None) -> tuple[list[PairScore], list[PairScore] | None]:
         """Return a model's scores of all pairs, and those with blank images if the configuration asks for them."""
-        model = open_assistant(checkpoint)
+        model = open_assistant(checkpoint, opened)
         found = scores_of(model, pairs, cfg.batch_size, f"pairs{by}")
         return found, scores_of(model, pairs, cfg.batch_size, f"blank pairs{by}", True) if cfg.blank else None
 
-    found, blank = score(cfg.model.checkpoint, "")
+    found, blank = score(cfg.model.checkpoint, "", opened)
     reference, blank_reference = (None, None) if cfg.reference is None else score(cfg.reference, ", by the reference")
     result: dict[str, Any] = {"checkpoint": cfg.model.checkpoint, "reference": cfg.reference, "task": cfg.task.value}
     result |= summary(found, reference)

@@ -8,8 +8,9 @@ LLaVA, the projector file of the original LLaVA, or GGUF files for llama.cpp.
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,11 @@ from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading
 
 NOT_VERIFIED = "not verified"
+UNCONVERTED: dict[str, Any] = {
+    "format": FolderFormat.hf, "dtype": KeptDType.keep, "template": AUTO, "which": Which.last, "gguf_clip": False,
+    "base": None, "language": None, "vision": None, "image_aspect_ratio": None,
+}  # fmt: skip
+"""Keys that ask for a conversion, and their values with which a folder can be pushed as it is."""
 
 
 def export(cfg: ConversionConfig) -> Path:
@@ -104,12 +110,9 @@ def pushable(cfg: ConversionConfig) -> Path:
     """
     source = Path(cfg.source)
     refuse_staged(cfg.source, "source")
-    plain = {field.name: field.default for field in fields(cfg) if field.name in ("gguf_clip", "which")}
-    plain |= {"format": FolderFormat.hf, "dtype": KeptDType.keep, "template": AUTO}
-    plain |= dict.fromkeys(("base", "language", "vision", "image_aspect_ratio"))
-    changed = [key for key, value in plain.items() if getattr(cfg, key) != value]
-    if changed:
-        raise ConfigError(f"{changed[0]} asks for a conversion: give the folder to write with to=FOLDER")
+    for key, unchanged in UNCONVERTED.items():
+        if getattr(cfg, key) != unchanged:
+            raise ConfigError(f"{key} asks for a conversion: give the folder to write with to=FOLDER")
     if not is_run(source):
         folder = source
     elif has_export(source):

@@ -104,8 +104,7 @@ def evaluations(run: RunRecord) -> Iterator[str]:
     ]
     row = run.validations[-1] if run.validations else {}
     for task, scores in (row.get("tasks") or {}).items():
-        numbers = {name: value for name, value in scores.items() if name != QUESTIONS}
-        lines.append([f"lmms-eval {task}, in training", task, row["step"], scores.get(QUESTIONS), scores_text(numbers)])
+        lines.append([f"lmms-eval {task}, in training", task, row["step"], scores.get(QUESTIONS), scores_text(scores)])
     if lines:
         yield section("Evaluations", table(["task", "data", "step", "questions", "scores"], lines))
 

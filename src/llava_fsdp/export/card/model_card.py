@@ -214,10 +214,10 @@ def metadata(
     recipe = notes.get("recipe", {})
     bases = [base for base in recipe.get(BASE, []) if HUB_NAME.fullmatch(base)]
     results = [
-        EvalResult("image-text-to-text", entry["data"], entry["data"], name, value)
+        EvalResult("image-text-to-text", entry["data"], entry["data"], metric, value)
         for entry in scores
         if entry.get("limit") is None
-        for name, value in entry["scores"].items()
+        for metric, value in entry["scores"].items()
     ]
     is_adapter = kind in (FolderKind.adapters, FolderKind.adapters_of_class)
     data = ModelCardData(

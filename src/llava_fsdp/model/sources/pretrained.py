@@ -371,8 +371,8 @@ def resolve(name: str, key: str) -> Path:
 
 def find_folder(name: str, key: str) -> Path:
     """Return the folder of the model that the setting `key` names with `name`: one that this package ships, a local
-    one, one made of a GGUF file, or a download from the hub. Raises ConfigError if there is none, and ModelError if the
-    hub or the GGUF file cannot be read."""
+    one, one made of a GGUF file, or a download from the hub. Raises ConfigError if it does not exist, and ModelError if
+    the hub or the GGUF file cannot be read."""
     if name.startswith(PACKAGE):
         folder = Path(__file__).parents[2] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():

@@ -58,10 +58,11 @@ def is_entry(entry: Any) -> bool:
 
 
 def scores_text(scores: Mapping[str, float]) -> str:
-    """Return the scores of an evaluation as one line of text."""
+    """Return the scores of an evaluation as one line of text, without the number of questions."""
     shown = [
         f"{TITLES[name]} {value:.1%}" if name in TITLES and value <= 1 else f"{name} {value:.4g}"
         for name, value in scores.items()
+        if name != QUESTIONS
     ]
     return ", ".join(shown)
 

@@ -277,8 +277,7 @@ class Validation(RunEvents):
         self.events.after_validation(row)
         log().info("%s", line_of(row))
         for task, own in task_scores.items():
-            numbers = {name: value for name, value in own.items() if name != QUESTIONS}
-            log().info("task %s: %s, of %s questions", task, scores_text(numbers), own.get(QUESTIONS))
+            log().info("task %s: %s, of %s questions", task, scores_text(own), own.get(QUESTIONS))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
