@@ -213,7 +213,7 @@ def whole_peers_in(name: str) -> str:
     main = next(data for data in options if data != "text")
     size, recipe = report["sizes"][main], "vision part frozen" if own.get("frozen") else "all parts train"
     products = report["products"][main][recipe]
-    blank = "" if report["blank_image"] is None else (
+    blank = "" if report["blank_image"] is None or own.get("frozen") else (
         " In a step of `text` the vision part does not run. A rank without images beside one that has some runs it on "
         f"a blank image: its steps take {report['blank_image']['median']:.2f} times the seconds."
     )  # fmt: skip
