@@ -91,9 +91,10 @@ case "${1:-}" in
     --consumers)
         shift
         set_up "dev,bench"
+        set_up_any || say "pip cannot install torchvision here: tests of models that need it are skipped"
         set_up_vllm
         say "exports in other programs"
-        exec env OMP_NUM_THREADS=1 LLAVA_FSDP_VLLM="$VENV-vllm" python -m pytest -n 2 --durations=20 --dist loadfile \
+        exec env OMP_NUM_THREADS=1 LLAVA_FSDP_VLLM="$VENV-vllm" "$VENV-any/bin/python" -m pytest -n 2 --durations=20 --dist loadfile \
             --no-loadscope-reorder -m consumers tests/consumers tests/export/test_llama_cpp.py "$@"
         ;;
     --mutants)

@@ -4,11 +4,16 @@ Sizes of attention heads are multiples of 32, which vLLM's attention on a CPU ne
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from families import write_family
+from family_parts import rotary
+from family_table import FAMILIES
 from gguf_models import SIDE, write_clip, write_language, write_siglip
 from PIL import Image
-from small import make_config, write_dataset
+from safetensors.torch import load_file, save_file
+from small import config_of, make_config, write_dataset
 
 from llava_fsdp.train import main as train
 
@@ -30,6 +35,14 @@ MODELS: dict[str, tuple[str, str, str, list[str]]] = {
     "adapters, Llama and CLIP, own template": ("llama3", "clip", "finetune_lora", [OWN]),
 }  # fmt: skip
 """Kinds of the language model and the tower, stage and keys of trainings whose exports other programs open."""
+WHOLE_MODELS = {
+    "qwen2_5_vl": rotary([4, 6, 6]),
+    "qwen3_vl": rotary([4, 6, 6]),
+    "internvl": {},
+    "idefics3": {},
+    "gemma3": {"query_pre_attn_scalar": 32},
+}
+"""Families whose exports vLLM opens, and fields of their language models that depend on the size of a head."""
 CASES: dict[str, tuple[str, list[tuple[int, int]]]] = {
     "text": ("What colour is the sky at noon?", []),
     "an image of the tower's size": ("What colour is it?", [(SIDE, SIDE)]),
@@ -46,6 +59,31 @@ def train_model(name: str, folder: Path) -> Path:
     {"clip": write_clip, "siglip": write_siglip}[tower](folder / "parts" / "vision")
     dataset = write_dataset(folder / "data")
     train.train(make_config(folder / "parts", dataset, folder / "run", *COMMON, *keys, stage=stage))
+    return folder / "run"
+
+
+def train_family(name: str, folder: Path) -> Path:
+    """Train a model of WHOLE_MODELS for three steps; return the folder of the run. Raise ImportError if its processor
+    needs torchvision and there is none."""
+    row = FAMILIES[name]
+    text = {**row.config["text_config"], **SIZES, "num_attention_heads": 4, **WHOLE_MODELS[name]}
+    vision = dict(row.config["vision_config"])
+    if "out_hidden_size" in vision:
+        vision["out_hidden_size"] = text["hidden_size"]
+    breaks = tuple("\n" * count for count in range(1, 5))  # vLLM looks for them in Gemma's vocabulary
+    own = {**row.config, "text_config": text, "vision_config": vision}
+    model = write_family(replace(row, config=own, more_tokens=(*row.more_tokens, *breaks)), folder / "model")
+    if name == "gemma3":  # the names that published models have; vLLM does not know those that transformers writes
+        file = model / "model.safetensors"
+        tensors = load_file(file)
+        published = {key.replace("vision_tower.", "vision_tower.vision_model."): tensors[key] for key in tensors}
+        save_file(published, file, metadata={"format": "pt"})
+    dataset = write_dataset(folder / "data")
+    data = ["data=llava_json", "data.template=auto", f"data.path={dataset / 'mixed.json'}",
+            f"data.images={dataset / 'images'}"]  # fmt: skip
+    train.train(config_of([
+        "stage=finetune_task", f"model.checkpoint={model}", "model.train=[vision,projector,language]", *data, *COMMON,
+        "precision=fp32", "data.workers=0", f"output_dir={folder / 'run'}"]))  # fmt: skip
     return folder / "run"
 
 

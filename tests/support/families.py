@@ -30,17 +30,18 @@ NOISE = 0.05
 their gradients or places would not be seen."""
 
 
-def make_family(name: str) -> tuple[Any, Any]:
-    """Return (configuration, processor) of a family. Raise ImportError if it needs torchvision and there is none."""
-    row = FAMILIES[name]
+def make_family(family: str | Family) -> tuple[Any, Any]:
+    """Return (configuration, processor) of a family, or of the one of this name. Raise ImportError if it needs
+    torchvision and there is none."""
+    row = FAMILIES[family] if isinstance(family, str) else family
     tokenizer = make_tokenizer(row)
     config = transformers.CONFIG_MAPPING[row.kind](**resolve(row.config, tokenizer))
     return config, make_processor(row, tokenizer)
 
 
-def write_family(name: str, folder: Path, seed: int = 0) -> Path:
+def write_family(family: str | Family, folder: Path, seed: int = 0) -> Path:
     """Write a family as a folder with random weights in float32, tokenizer, processor and chat template."""
-    config, processor = make_family(name)
+    config, processor = make_family(family)
     make_model(config, seed).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

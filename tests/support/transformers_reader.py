@@ -17,6 +17,7 @@ def answers_of_transformers(folder: Path, task: dict[str, Any]) -> dict[str, dic
     the greedy answer with the smallest difference of log-probability between a first and a second choice."""
     processor: Any = AutoProcessor.from_pretrained(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # the answer goes on after an end: min_new_tokens would forbid ends
     found = {}
     for case in task["cases"]:
         content = [{"type": "image"}] * len(case["images"]) + [{"type": "text", "text": case["text"]}]
@@ -24,8 +25,9 @@ def answers_of_transformers(folder: Path, task: dict[str, Any]) -> dict[str, dic
         opened = [Image.open(path) for path in case["images"]]
         inputs = processor(text=prompt, images=opened or None, add_special_tokens=False, return_tensors="pt")
         ids = inputs["input_ids"][0]
-        length = {"max_new_tokens": task["tokens"], "min_new_tokens": task["tokens"]}
-        made = model.generate(**inputs, **length, do_sample=False, output_scores=True, return_dict_in_generate=True)
+        made = model.generate(
+            **inputs, max_new_tokens=task["tokens"], do_sample=False, output_scores=True, return_dict_in_generate=True
+        )
         logs = model(**inputs).logits[0].float().log_softmax(-1)
         best = torch.stack(made.scores)[:, 0].float().log_softmax(-1).topk(2).values
         found[case["name"]] = {
