@@ -153,6 +153,7 @@ def test_an_export_is_the_trained_model_for_transformers(name: str, whole: Whole
     # of experts takes no float64.
     dtype = torch.float32 if any("experts" in key for key, _ in exported.named_parameters()) else torch.float64
     state.model.to(dtype)
+    state.model.compute_dtype = dtype
     exported.to(dtype)
     for micro in step.micro_batches:
         inputs = cast(state.loader.to_device(micro).inputs, dtype)
@@ -166,6 +167,7 @@ def test_an_export_is_the_trained_model_for_transformers(name: str, whole: Whole
         seen.add(number)
     assert len(step.micro_batches) == len(seen) == len(examples) == 8
     state.model.float()
+    state.model.compute_dtype = torch.float32
     exported.float()
     for number in (0, 1, 3):  # all images are in the first question
         example = examples[number]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
-from small import write_json
+from small import conversion, write_json
 from steps import begin
 from tiers import any_but, slow_after
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,8 @@ from whole_models import (
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Loader
+from llava_fsdp.export.main import export
+from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.parallel.precision.precision import is_norm
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError, ModelError
@@ -46,7 +48,7 @@ Whole = Callable[[str], WholeModel]
 CONSTANT = "optim.schedule=constant", "optim.warmup_ratio=0"
 SEED = 9
 """Draws the two texts first, of two and two samples with images."""
-FAST = ("gemma3", "paddleocr_vl", "granite4_vision")
+FAST = ("gemma3", "paddleocr_vl", "granite4_vision", "fast_vlm")
 
 
 def begun(world: World, cfg: Config) -> TrainState:
@@ -203,13 +205,26 @@ def test_the_log_says_why_rows_are_padded(
     assert any("rows are padded: " in line for line in caplog.messages), caplog.messages
 
 
-@pytest.mark.parametrize("name", any_but(["granite4_vision"], WHOLE))
+@pytest.mark.parametrize("name", any_but(["granite4_vision", "hunyuan_vl"], WHOLE))
 def test_parameters_that_no_loss_reaches_are_frozen(name: str, whole: Whole, tmp_path: Path) -> None:
     model = whole(name)
     _, gradients = peer_gradients(model)
     own = begun(single_world(), model.config(tmp_path)).model
     trained = {named(n) for n, p in own.named_parameters() if p.requires_grad}
     assert trained == gradients.keys()
+
+
+@pytest.mark.parametrize("name", any_but(["granite4_vision"], ["granite4_vision", "hunyuan_vl"]))
+def test_a_checkpoint_is_exported_without_the_parameters_that_no_loss_reaches(
+    name: str, whole: Whole, tmp_path: Path
+) -> None:
+    model = whole(name)
+    train(model.config(tmp_path / "run", *CONSTANT, "optim.lr=1e-2"))
+    export(conversion(tmp_path / "run", tmp_path / "to", "dtype=fp32"))
+    trained, source = (open_tensors(folder) for folder in (tmp_path / "to", model.folder))
+    same = [key for key in source if torch.equal(*(own[key].rows(0, own[key].shape[0]) for own in (trained, source)))]
+    state = begun(single_world(), model.config(tmp_path / "other"))
+    assert len(same) == sum(not p.requires_grad for p in state.model.parameters()) > 0
 
 
 def unsharded(cfg: Config) -> tuple[Any, Loader]:

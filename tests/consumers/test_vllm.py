@@ -87,6 +87,7 @@ def test_answers_as_transformers(
     assert_same(ask(python, vllm_reader, folder, images), ask(python, transformers_reader, folder, images))
 
 
+@pytest.mark.any
 @pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_whole_models_answer_as_transformers(
     name: str, python: Path, images: dict[str, list[Path]], tmp_path: Path

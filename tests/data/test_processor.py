@@ -1,9 +1,10 @@
 """Samples of whole models of transformers: what their processor makes of a row, and of what it is asked."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from llava_fsdp.data.processor import encoder as processor_encoder
 from llava_fsdp.data.processor.encoder import ProcessorEncoder, check_processor
 from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import ProcessorImages, Row
-from llava_fsdp.data.processor.processor import open_processor
-from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.processor.processor import Processor, open_processor
+from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.tokens.constants import IGNORE
 from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
@@ -327,6 +328,43 @@ def test_a_processor_that_needs_an_image_is_refused_before_training(folder_of: C
     check_processor(encoder_of(folder_of("gemma3")))
     with pytest.raises((ConfigError, DataError)):
         check_processor(encoder_of(folder_of("paligemma")))
+
+
+class OneImageAlone(ProcessorEncoder):
+    """An encoder whose processor takes no two images."""
+
+    def of_image(self, size: tuple[int, int], count: int, where: str) -> str:
+        if count > 1:
+            raise DataError(f"{where} has two images")
+        return super().of_image(size, count, where)
+
+
+def test_a_processor_for_one_image_is_refused_for_records_that_have_two(folder_of: Callable[[str], Path]) -> None:
+    made = encoder_of(folder_of("gemma3"))
+    encoder = OneImageAlone(**{own.name: getattr(made, own.name) for own in fields(made) if own.init})
+    check_processor(encoder)
+    with pytest.raises(DataError):
+        encoder.whole(record_of(f"{IMAGE_TAG} and {IMAGE_TAG}?", "two", sizes=[(9, 9), (9, 9)]), longest=4000)
+
+
+def test_a_template_without_ends_of_answers_is_refused_as_such(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folder_of("granite4_vision"), tmp_path / "model")
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<|im_end|>", ""))
+    with pytest.raises(ConfigError, match=re.escape(str(folder))) as error:
+        check_processor(encoder_of(folder))
+    assert "record" not in str(error.value) and "data.template" not in str(error.value)
+
+
+def test_a_processor_with_other_token_ids_is_refused_with_the_token(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize = Processor.tokenize
+    monkeypatch.setattr(Processor, "tokenize", lambda self, text: tokenize(self, text.replace("cat", "dog")))
+    with pytest.raises(ConfigError, match=r"token \d+ is '.+' for the one and '.+' for the other"):
+        check_processor(encoder_of(folder_of("gemma3")))
 
 
 def test_a_processor_with_code_of_its_own_is_never_opened(folder_of: Callable[[str], Path], tmp_path: Path) -> None:

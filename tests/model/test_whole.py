@@ -30,6 +30,7 @@ from llava_fsdp.model.packed_attention.attention import Kernel, Segments, each_a
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, RowMask, attend_with, make_row_mask
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.class_parts import class_parts
+from llava_fsdp.model.sources.pretrained import read_config
 from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.init_weights import computed_buffers
 from llava_fsdp.model.whole.answers import class_around
@@ -51,6 +52,15 @@ def family(name: str) -> PretrainedConfig:
 
 def parts_of(name: str) -> Parts:
     return class_parts(family(name), Path("no folder"))
+
+
+@pytest.mark.parametrize("kind", ["florence2", "udop", "vision-encoder-decoder"])
+def test_an_encoder_with_a_decoder_is_refused_as_such(kind: str, tmp_path: Path) -> None:
+    """Also if its vision part has stages of several sizes."""
+    parts = {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "trocr"}} if "-" in kind else {}
+    CONFIG_MAPPING[kind](**parts, is_encoder_decoder=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="an encoder with a decoder"):
+        class_parts(read_config(tmp_path, "model.checkpoint"), tmp_path)
 
 
 def configure(*overrides: str) -> Config:

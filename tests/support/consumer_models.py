@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, str, str, list[str]]] = {
 """Kinds of the language model and the tower, stage and keys of trainings whose exports other programs open."""
 WHOLE_MODELS = {
     "qwen2_5_vl": rotary([4, 6, 6]),
-    "qwen3_vl": rotary([4, 6, 6]),
+    "qwen3_vl": rotary([4, 6, 6], mrope_interleaved=True),
     "internvl": {},
     "idefics3": {},
     "gemma3": {"query_pre_attn_scalar": 32},

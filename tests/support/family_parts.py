@@ -138,6 +138,11 @@ SIZES = {"image_size": SIDE, "patch_size": PATCH}
 SIGLIP: Fields = {"model_type": "siglip_vision_model", **TOWER, **SIZES, "vision_use_head": False}
 CLIP: Fields = {"model_type": "clip_vision_model", **TOWER, **SIZES, "projection_dim": 36}
 PIXTRAL: Fields = {"model_type": "pixtral", **TOWER, "image_size": 80, "patch_size": PATCH, "head_dim": HEAD}
+RESNET: Fields = {
+    "model_type": "resnet", "embedding_size": 7, "hidden_sizes": [7, 9, 14, 22], "depths": [1, 1, 1, 1],
+    "layer_type": "basic", "hidden_size": 22,
+}  # fmt: skip
+"""A vision tower with batch normalization."""
 LLAMA, QWEN2 = {**TEXT, "model_type": "llama"}, {**TEXT, "model_type": "qwen2"}
 MISTRAL = {**TEXT, "model_type": "mistral", "sliding_window": None}
 COHERE2 = {**TEXT, "model_type": "cohere2", "sliding_window": 4096, "logit_scale": 0.25}

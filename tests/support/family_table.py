@@ -29,6 +29,7 @@ from family_parts import (
     QFORMER,
     QWEN2,
     QWEN3,
+    RESNET,
     ROUTED,
     SIDE,
     SIGLIP,
@@ -50,6 +51,7 @@ from family_parts import (
     ids,
     pixtral,
     qwen,
+    rotary,
     tiles,
 )
 
@@ -133,6 +135,18 @@ FAMILIES: dict[str, Family] = {
     "deepseek_vl": Family("deepseek_vl", {"text_config": LLAMA, "vision_config": SIGLIP,
         **ids(image_token_id="<image_placeholder>")}, {"image_token": "<image_placeholder>"}, ("deepseek_vl", {"size":
         SQUARE, "min_size": 4}), {"num_image_tokens": 16}, image_text="<image_placeholder>"),
+    "fast_vlm": Family("fast_vlm", {"text_config": QWEN2, "vision_config": RESNET, "image_seq_length": 4,
+        **IMAGE_INDEX}, IMAGE, ("clip", {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}}),
+        {"patch_size": 32, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0},
+        processor="llava"),
+    "hunyuan_vl": Family("hunyuan_vl", {"text_config": {**TEXT, **rotary([2, 2, 1, 1], rope_type="dynamic",
+        alpha=1000.0, factor=1.0)}, "vision_config": {**TOWER, "out_hidden_size": WIDTH, "patch_size": PATCH,
+        "spatial_merge_size": 2, "max_image_size": 4 * SIDE, "min_image_size": 2 * PATCH, "img_max_token_num": 64,
+        "max_vit_seq_len": 256}, **ids(image_token_id="<|image|>", im_start_id="<|start|>", im_end_id="<|end|>",
+        im_newline_id="<|newline|>")}, {"image_token": "<|image|>", "image_start_token": "<|start|>",
+        "image_end_token": "<|end|>"}, ("hunyuan_vl", {"size": {"shortest_edge": 16 * PATCH ** 2, "longest_edge": 256 *
+        PATCH ** 2}, "patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 1}), more_tokens=("<|newline|>",),
+        image_text="<|start|><|image|><|end|>"),
     "janus": Family("janus", {"text_config": LLAMA, "vq_config": VQ, **ids(image_token_id="<image_placeholder>"),
         "vision_config": {**TOWER, **SIZES, "projection_dim": WIDTH, "num_image_tokens": 16, "mlp_ratio": 2.0}},
         {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},

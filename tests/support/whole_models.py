@@ -133,9 +133,13 @@ class WholeModel:
         return self.processor.tokenizer.convert_tokens_to_ids(TEMPLATES[FAMILIES[self.name].template].end)
 
     def peer(self) -> Any:
-        """transformers' own class, in training mode, without dropout."""
+        """transformers' own class, in training mode, without dropout; batch normalization has stored statistics."""
         auto = transformers.AutoModelForImageTextToText
-        return auto.from_pretrained(self.folder, dtype=torch.float32).train()
+        made = auto.from_pretrained(self.folder, dtype=torch.float32).train()
+        for module in made.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return made
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         return json.loads((self.images.parent / f"{kind}.json").read_text())

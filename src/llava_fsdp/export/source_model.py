@@ -173,6 +173,9 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     parts = find_parts(run.model)
     # without quantization: the files have the weights as they were before it, and an export has them too
     model = build_architecture(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
+    # the training froze parameters on which no loss depends
+    model.unused |= {name for name, own in model.named_parameters() if own.requires_grad} - set(facts["trainable"])
+    model.freeze()
     where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
     check_base_config(folder / adapter.FOLDER, parts, where, key)
     trained = saved_weights(checkpoint)
@@ -183,10 +186,10 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     sources = find_weights(model, parts, run.model, projector, run.seed)
     digests = frozen_digests(model, sources)
     if fingerprint(model, digests) != facts["fingerprints"]["model"] or set(facts["trainable"]) - trained.keys():
-        raise CheckpointError(
-            f"{folder} was written by a run with other frozen weights than those of model.language="
-            f"{run.model.language}, model.vision={run.model.vision}, model.checkpoint={run.model.checkpoint}"
-        )
+        own = run.model
+        of_parts = f"model.language={own.language}, model.vision={own.vision}, model.checkpoint={own.checkpoint}"
+        read = of_parts if parts.class_config is None else f"model.checkpoint={own.checkpoint}"
+        raise CheckpointError(f"{folder} was written by a run with other frozen weights than those of {read}")
     source = source_of_run(model, run, facts["run"], facts["step"])
     if not isinstance(source, WholeSource):
         aspect, vision = cfg.image_aspect_ratio or source.aspect, cfg.vision or source.vision

@@ -18,6 +18,7 @@ from llava_fsdp.data.processor.processor import FAILURES, SMALL_VIDEO, Processor
 from llava_fsdp.data.records.clip import Clip, Shape
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.answer_segments import AnswerSegments, AnswerWriter
+from llava_fsdp.data.text.chat_template.chat_layout import Unfit
 from llava_fsdp.data.text.chat_template.jinja_template import ChatTemplate
 from llava_fsdp.data.text.chat_template.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.conversation import Segment, image_order, render
@@ -313,8 +314,9 @@ def split_at_images(segments: Sequence[Segment], placeholders: Sequence[str]) ->
 
 
 def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None:
-    """Raise ConfigError if the processor makes other token ids of a conversation than the encoder, with or without
-    images, and with a video if the model takes videos."""
+    """Raise ConfigError if no sample can be made of a conversation, or if the processor makes other token ids of it
+    than the encoder. Conversations with and without images are tried, and with a video if the model takes videos. That
+    several images cannot be read is found in records that have them."""
     processor, clip = encoder.processor, Clip(SMALL_VIDEO, 9, 2.0, (0, 2, 5, 8))
     cases: list[list[Shape]] = [[], [(64, 48)], [(64, 48), (48, 64)], *([[clip]] if has_videos else [])]
     for shapes in cases:
@@ -322,7 +324,17 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
         turns = (Turn("human", question), Turn("gpt", "A cat."), Turn("human", "Sure?"), Turn("gpt", "Yes, it is."))
         names = tuple(f"{n}.mp4" if isinstance(own, Clip) else str(n) for n, own in enumerate(shapes))
         record = Record("a trial", 0, "0", names, turns, has_image_key=bool(names))
-        sample = replace(encoder, shape=lambda _, n, own=shapes: own[n]).whole(record, longest=encoder.max_length)
+        shown = ", ".join(map(shown_shape, shapes)) or "text alone"
+        try:
+            sample = replace(encoder, shape=lambda _, n, own=shapes: own[n]).whole(record, longest=encoder.max_length)
+        except DataError as error:
+            if len(shapes) > 1:
+                continue
+            why = error.__cause__ if isinstance(error.__cause__, Unfit) else error
+            raise ConfigError(
+                f"{processor.folder} cannot be trained: its chat template or its processor fails with a conversation "
+                f"of two questions with {shown}: {why}"
+            ) from error
         text = sample.processor_text
         assert text is not None
         joined = "".join(text.texts)
@@ -334,7 +346,10 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
         if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
             text.is_prompt or len(ids) == len(sample.input_ids)
         ):
+            pairs = itertools.zip_longest(*(processor.tokens_of(own) for own in (ids, sample.input_ids)))
+            number, (theirs, ours) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
             raise ConfigError(
                 f"{processor.folder}: its processor and its tokenizer.json make different token ids of a conversation "
-                f"with {', '.join(map(shown_shape, shapes)) or 'text alone'}; this model cannot be trained"
+                f"with {shown}: token {number} is {theirs!r} for the one and {ours!r} for the other; this model cannot "
+                "be trained"
             )

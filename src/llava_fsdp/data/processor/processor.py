@@ -196,6 +196,10 @@ class Processor:
         found = self.opened.tokenizer(text, add_special_tokens=self.adds_special(text))["input_ids"]
         return np.array(found, dtype=np.int64)
 
+    def tokens_of(self, ids: np.ndarray) -> list[str]:
+        """Return the tokens of token ids as their vocabulary has them."""
+        return self.opened.tokenizer.convert_ids_to_tokens(ids.tolist())
+
     def adds_special(self, text: str) -> bool:
         """Return whether the tokenizer adds its special tokens to a text: unless the chat template has written the BOS
         token (transformers processing_utils.py, `apply_chat_template`)."""

@@ -344,11 +344,14 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
     """Load an exported folder with transformers. Raises ModelError if a weight of transformers' model is missing in the
     files, or the files have a weight that the model does not have."""
     transformers_logging.disable_progress_bar()
-    text = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    text = config.get_text_config()
+    language = next((name for name in config.sub_configs if getattr(config, name, None) is text), "")
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=attention_of_transformers(text) if type(text) in MODEL_MAPPING else None,
+        # the vision part may have no attention, and then transformers refuses a name for all parts
+        attn_implementation={language: attention_of_transformers(text)} if type(text) in MODEL_MAPPING else None,
         trust_remote_code=False,
         local_files_only=True,
         weights_only=True,

@@ -500,8 +500,8 @@ def with_parts(config: Any) -> list[Any]:
 
 def check_sizes(config: Any, folder: Path) -> None:
     """Raise ModelError if a configuration contains a size that no model can have. Building such a model would fail with
-    another error, or never end."""
-    for part in with_parts(config):
+    another error, or never end. An encoder with a decoder is never built."""
+    for part in with_parts(config) if not getattr(config, "is_encoder_decoder", False) else []:
         for name, most in LARGEST_SIZES.items():
             value = getattr(part, name, None)
             if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height

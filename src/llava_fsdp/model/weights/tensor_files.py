@@ -57,7 +57,9 @@ class StoredTensor:
         return dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0."""
+        """Read rows [begin, end) of dimension 0, or the value of a scalar."""
+        if not self.shape:
+            return self.part(())
         if isinstance(self.handle, dict):
             return self.handle[self.name][begin:end]
         return self.handle.get_slice(self.name)[begin:end]

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from llava_fsdp.config import ModelConfig, Part, Quantizer, part_and_blocks
 from llava_fsdp.model.adapters.lora import add_adapters, linear_layers, trained_in_adapted_parts
@@ -121,6 +122,16 @@ class Whole(Architecture):
         self.is_first = self.is_last = True  # the model is not divided into stages
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode. Batch normalization stays in evaluation mode, with the stored statistics:
+        with those of a batch, the result of a sample would depend on the others."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return self
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # each kind has inputs of its own
         self,

@@ -23,7 +23,8 @@ def freeze_unused(model: Architecture, loader: Loader, precision: PrecisionConfi
 
     Raises:
         ConfigError: such a model cannot compute with the dtypes of its weights.
-        ModelError: its class in transformers cannot compute with an image, or with a video of a dataset with videos.
+        ModelError: its class in transformers cannot compute on the meta device with an image, or with a video of a
+            dataset with videos.
     """
     reader, encoder = loader.steps.image_reader, loader.steps.encoder
     if not isinstance(encoder, ProcessorEncoder):
@@ -36,7 +37,8 @@ def freeze_unused(model: Architecture, loader: Loader, precision: PrecisionConfi
         ids = sample.input_ids[None]
         given = image_inputs(reader).collate([(sample, images)], ids)
         kind = "video" if kind_of(images[0]) == VIDEO else "image"
-        with library_errors(f"{encoder.processor.folder}: transformers' class of this model fails with a black {kind}"):
+        tried = f"running transformers' class of this model on a black {kind} without weights, in bf16, fails"
+        with library_errors(f"{encoder.processor.folder}: which parameters train is not known, because {tried}"):
             used |= reached(model, torch.from_numpy(ids), given, precision)
     unused = {name for name, p in model.named_parameters() if p.requires_grad} - used
     if unused:

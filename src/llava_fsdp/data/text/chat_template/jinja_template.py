@@ -231,9 +231,9 @@ class ChatTemplate:
             if self.render(messages) != layout.join(filled):
                 raise Unfit("changes the text of a turn, or leaves a turn out, because of what it says")
         except Unfit as unfit:
+            others = ", or set data.template=chatml or another of LLaVA's" if self.images is None else ""
             raise DataError(
-                f"{where}: the chat template {self.path} {unfit}; take the record out, or set data.template=chatml "
-                "or another of LLaVA's",
+                f"{where}: the chat template {self.path} {unfit}; take the record out{others}",
                 Kind.chat_template,
             ) from unfit
         return list(self.pieces(layout, filled, media))
