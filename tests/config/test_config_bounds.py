@@ -56,6 +56,8 @@ BOUNDS: list[tuple[Any, str, tuple, tuple]] = [
     ("train", "optim.clip", (None, SMALL), (0.0, *TOO_LARGE)),
     ("train", "optim.warmup_ratio", (0.0, 1.0), (-SMALL, 1 + SMALL, math.nan)),
     ("train", "optim.warmup_steps", (None, 0), (-1,)),
+    ("train", "optim.decay_ratio", (None, 0.0, 1.0), (-SMALL, 1 + SMALL, math.nan)),
+    ("train", "optim.min_lr_ratio", (0.0, 1.0), (-SMALL, 1 + SMALL, math.nan)),
     ("train", "data.max_length", (2,), (1,)),
     ("train", "data.max_record_bytes", (1024,), (1023,)),
     *(("train", f"data.{name}", (1,), (0,)) for name in ("examine_images", "max_tiles", "video_frames")),

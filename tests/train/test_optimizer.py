@@ -1,7 +1,9 @@
 """Schedules are the ones they are named after; parameter groups are LLaVA's."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from transformers.optimization import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
     get_linear_schedule_with_warmup,
+    get_wsd_schedule,
 )
 
 from llava_fsdp.config import MasterDType, MomentDType, Schedule
@@ -20,7 +24,7 @@ from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW, dequantise, 
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.optimizer import SCHEDULES, build_optimizer, decayed_names, prepare_moments
+from llava_fsdp.train.optimizer import SCHEDULES, LearningRate, build_optimizer, decayed_names, prepare_moments
 
 THEIRS = {
     Schedule.cosine: get_cosine_schedule_with_warmup,
@@ -38,6 +42,55 @@ def test_schedules_equal_transformers(name: Schedule, total: int, warmup: int) -
         assert SCHEDULES[name](step, total, warmup) == scheduler.get_last_lr()[0], step
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("least", [0.0, 0.2])
+@pytest.mark.parametrize(("total", "warmup", "ratio"), [(50, 7, 0.31), (10, 0, 0.1), (9, 3, 1.0), (7, 2, 0.0)])
+@pytest.mark.parametrize(("name", "decay"), [("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")])
+def test_a_rate_that_falls_at_the_end_is_that_of_transformers(
+    name: str, decay: str, total: int, warmup: int, ratio: float, least: float, configure: Configure
+) -> None:
+    """`get_wsd_schedule`, whose warm-up begins at the smallest rate instead of 0."""
+    keys = f"optim.schedule={name}", f"optim.decay_ratio={ratio}", f"optim.min_lr_ratio={least}"
+    rate = LearningRate(configure(*keys, f"optim.warmup_steps={warmup}").optim, total)
+    falling = min(math.ceil(ratio * total), total - warmup)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_wsd_schedule(optimizer, warmup, falling, total, decay_type=decay, min_lr_ratio=least)
+    for step in range(total):
+        expected = scheduler.get_last_lr()[0]
+        assert rate.factor(step) == (pytest.approx(expected, abs=1e-12) if step >= warmup else step / warmup), step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_smallest_rate_of_a_cosine_is_that_of_transformers(configure: Configure) -> None:
+    rate = LearningRate(configure("optim.min_lr_ratio=0.15", "optim.warmup_steps=4").optim, 23)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 4, 23, min_lr_rate=0.15)
+    for step in range(23):
+        assert step < 4 or rate.factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("key", ["decay_ratio=0.1", "min_lr_ratio=0.1"])
+@pytest.mark.parametrize("schedule", ["constant", "warmup_log"])
+def test_a_schedule_that_never_falls_takes_no_end(key: str, schedule: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=f"optim.{key}"):
+        configure(f"optim.schedule={schedule}", f"optim.{key}")
+
+
+def test_steps_before_the_rate_falls_do_not_depend_on_their_number(configure: Configure, tmp_path: Path) -> None:
+    def losses(steps: int) -> list[float]:
+        keys = "optim.decay_ratio=0.5", "optim.warmup_steps=2", "optim.schedule=sqrt", f"max_steps={steps}"
+        cfg = configure(*keys, f"output_dir={tmp_path / str(steps)}")
+        train.train(cfg)
+        rows = map(json.loads, (tmp_path / str(steps) / "metrics.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows if "loss" in row]
+
+    short, long = losses(8), losses(12)
+    assert (len(short), len(long)) == (8, 12)
+    assert short[:6] == long[:6] and short[6] != long[6]  # the sixth step is the first with a lower rate
 
 
 def test_warmup_decay_is_logarithmic_then_linear() -> None:

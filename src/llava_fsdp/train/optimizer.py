@@ -34,6 +34,14 @@ def linear(step: int, total: int, warmup: int) -> float:
     return max(0.0, (total - step) / max(1, total - warmup))
 
 
+def sqrt(step: int, total: int, warmup: int) -> float:
+    """Return the factor of the learning rate: linear warm-up for `warmup` steps, then 1 minus the root of the progress
+    (Hägele et al. 2024, arXiv 2405.18392, section 3)."""
+    if step < warmup:
+        return step / max(1, warmup)
+    return max(0.0, 1 - math.sqrt((step - warmup) / max(1, total - warmup)))
+
+
 def constant(step: int, total: int, warmup: int) -> float:
     """Linear warm-up for `warmup` steps, then 1 (transformers `get_constant_schedule_with_warmup`)."""
     return step / warmup if step < warmup else 1.0
@@ -57,6 +65,7 @@ def warmup_log(step: int, total: int, warmup: int) -> float:
 SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
     Schedule.cosine: cosine,
     Schedule.linear: linear,
+    Schedule.sqrt: sqrt,
     Schedule.constant: constant,
     Schedule.warmup_decay: warmup_decay,
     Schedule.warmup_log: warmup_log,
@@ -68,18 +77,34 @@ class LearningRate:
     """Schedule of a training: the base learning rate of every parameter group is multiplied by a factor, which is 0 at
     the first step of a warm-up."""
 
-    base: float
-    schedule: Schedule
+    optim: OptimConfig
     total_steps: int
-    warmup_steps: int
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps of the warm-up, which the configuration gives as such or as a share of all steps."""
+        given = self.optim.warmup_steps
+        return math.ceil(self.optim.warmup_ratio * self.total_steps) if given is None else given
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the learning rate at a step, counted from 0."""
+        shape, total, warmup = SCHEDULES[self.optim.schedule], self.total_steps, self.warmup_steps
+        if step < warmup:
+            return shape(step, total, warmup)
+        ratio, least = self.optim.decay_ratio, self.optim.min_lr_ratio
+        begin = warmup if ratio is None else max(warmup, total - math.ceil(ratio * total))
+        if step < begin:
+            return 1.0
+        fall = shape(step, total, begin)  # of a warm-up that ends where the rate begins to fall
+        return fall if not least else least + (1 - least) * fall
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the learning rate of every parameter group for a step, counted from 0. Return the rate of groups whose
         base is `optim.lr`."""
-        factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
+        factor = self.factor(step)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
-        return self.base * factor
+        return self.optim.lr * factor
 
 
 def build_optimizer(
@@ -116,12 +141,7 @@ def build_optimizer(
         optimizer = FusedAdamW(settings, betas=betas, eps=optim.eps, fused=True)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed, compiles)
-    return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup_steps(optim, total_steps))
-
-
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of steps of the warm-up, which the configuration gives as such or as a share of all steps."""
-    return math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
+    return optimizer, LearningRate(optim, total_steps)
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:

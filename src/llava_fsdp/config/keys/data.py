@@ -163,8 +163,8 @@ class DataConfig:
     allow_links: bool
     """Whether links in the folder of images may lead out of it."""
     bad_records: BadRecords
-    """What happens if records cannot be trained on. fail: the run ends; skip: it continues without them, and lists them
-    in skipped_records.jsonl."""
+    """What happens if records cannot be trained on. fail: the run ends; skip: they are left out, and listed in
+    skipped_records.jsonl."""
     max_bad_records: str
     """Maximum number of skipped records: a share (`0.1%`) or a number (`20`). A share is of all records, rounded
     down."""
@@ -188,8 +188,8 @@ class DataConfig:
     null: 32 with anyres_max; for a whole model no maximum."""
     pixels: Pixels
     """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
-    reads them (no EXIF orientation, wide values clipped, transparency ignored, anyres as square); fast: close to exact,
-    in fewer operations."""
+    reads them (no EXIF orientation, wide values clipped, transparency ignored, anyres as square); fast: close to
+    exact."""
     max_length: int
     """Maximum number of tokens of a sample, with image tokens. With data.pairs, of the prompt with one of its two
     answers."""
@@ -197,15 +197,15 @@ class DataConfig:
     """What happens with samples of more than data.max_length tokens."""
     special_tokens: SpecialTokens | None = None
     """How special tokens in a record's text (`</s>`) are tokenized. text: as ordinary text; parse: as
-    special tokens; null: parse with labels=llava_v1_5, as in the original LLaVA, else text."""
+    special tokens; null: parse with labels=llava_v1_5, else text."""
     thoughts: Thoughts = Thoughts.refuse
     """Thoughts of answers. refuse: records with one are refused; train: a thought is learnt, like the answer; context:
     it is read before the answer, and not learnt; drop: it is left out."""
     empty_thoughts: EmptyThoughts = EmptyThoughts.train
     """Answers without a thought, if the chat template knows thoughts. train: the model learns to write the empty
-    thought; context: it is asked not to think, and does not learn it."""
+    thought; context: it reads it, and does not learn it."""
     history: History = History.template
-    """Thoughts of earlier turns in prompts. template: as the chat template shows them; keep: all stay, if the template
+    """Thoughts of earlier turns in prompts. template: as the chat template shows them; keep: all, if the template
     has a variable for it."""
     answers: Answers = Answers.all
     """Answers of a record that are learnt: all, or the last one."""

@@ -165,11 +165,11 @@ class PrecisionConfig:
     reduce_dtype: DType
     """Dtype in which gradients are summed over micro-batches and ranks. auto: param_dtype, which is then auto too."""
     norm_dtype: DType
-    """Dtype in which norm layers compute. If it is not param_dtype, their weights are also stored in it. auto:
-    param_dtype, which is then auto too."""
+    """Dtype in which norm layers compute. Unless it is param_dtype, their weights are stored in it too. auto:
+    param_dtype, which is then auto."""
     master_dtype: MasterDType
     """Dtype in which trainable weights are stored and updated. Their gradients have it at the update. bf16 weights are
-    rounded stochastically, which keeps small updates on average."""
+    rounded stochastically, so that small updates count."""
     moment_dtype: MomentDType
     """Dtype in which the optimizer's moments are stored between steps. They are updated in fp32."""
     linear: LinearKind

@@ -271,9 +271,15 @@ class OffloadMode(Enum):
 class Schedule(Enum):
     cosine = "cosine"
     linear = "linear"
+    sqrt = "sqrt"
     constant = "constant"
     warmup_decay = "warmup_decay"
     warmup_log = "warmup_log"
+
+    @property
+    def decays(self) -> bool:
+        """Whether the learning rate falls after the warm-up."""
+        return self not in (Schedule.constant, Schedule.warmup_log)
 
 
 class Normalize(Enum):

@@ -90,7 +90,7 @@ class ModelConfig:
     select_layer: int
     """Index of the vision tower's hidden state that is used. -2 is the output of the last layer but one."""
     patch_merge: PatchMerge
-    """anyres: how the tiles of an image are joined. flat: one after the other; spatial: row by row of the whole image;
+    """anyres: how the tiles of an image are joined. flat: one after the other; spatial: by rows of the whole image;
     spatial_unpad: likewise without padding, with a learned vector behind each row."""
     select_feature: Feature
     """Which tokens of the vision tower are used. patch: all but the CLS token (DINOv3's registers stay); full: all;

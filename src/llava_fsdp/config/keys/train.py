@@ -50,7 +50,7 @@ class OptimConfig:
     """Peak learning rate of all parts without one of their own."""
     projector_lr: float | None
     """Peak learning rate of the projector; null: optim.lr. The vector at the end of a line of tiles' features
-    (`image_newline`) always has optim.lr, as in the original, whose group has the names with `mm_projector`."""
+    (`image_newline`) always has optim.lr, as in the original."""
     vision_lr: float | None
     """Peak learning rate of the vision tower; null: optim.lr."""
     weight_decay: float
@@ -64,11 +64,15 @@ class OptimConfig:
     clip: float | None
     """Maximum norm of all gradients together; null: no clipping. Larger gradients are scaled down to it."""
     schedule: Schedule
-    """Shape of the learning rate schedule after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
     warmup_ratio: float
     """Share of all steps in which the learning rate rises from 0."""
     warmup_steps: int | None
-    """Number of warm-up steps; null: warmup_ratio of all steps."""
+    """Number of warm-up steps; null: by warmup_ratio."""
+    decay_ratio: float | None = None
+    """Share of the steps, at their end, in which the rate falls (WSD); null: all after the warm-up."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end, as a share of the peak."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is not allowed."""
@@ -83,6 +87,15 @@ class OptimConfig:
         if not 0 <= self.warmup_ratio <= 1:
             raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} must be a fraction of all steps, 0 to 1")
         at_least("optim.warmup_steps", self.warmup_steps, 0)
+        for name in ("decay_ratio", "min_lr_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"optim.{name}={value} must be a fraction, 0 to 1")
+            if value and not self.schedule.decays:
+                raise ConfigError(
+                    f"optim.{name}={value} is for a learning rate that falls, and with optim.schedule="
+                    f"{self.schedule.value} it stays; choose another schedule, such as linear"
+                )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,7 +108,7 @@ class CompatConfig:
 @dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
-    """What the loss is divided by. step: the label tokens of the step on all ranks, whatever the micro-batches;
+    """What the loss is divided by. step: the label tokens of the step on all ranks;
     micro_batch: the mean of the micro-batches' means, as in the original LLaVA."""
     chunk_tokens: int
     """Number of label tokens whose logits are in memory at once."""

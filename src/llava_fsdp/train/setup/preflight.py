@@ -36,7 +36,7 @@ from llava_fsdp.runtime.files.unfinished import earlier_export, refuse_staged, r
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoints.resume import check_settings, continues, without_saved_sources
 from llava_fsdp.train.events.reporting.trackers import check_installed
-from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
+from llava_fsdp.train.optimizer import LearningRate
 from llava_fsdp.train.setup.build_model import build_model, shape_of
 
 C = TypeVar("C", bound=Config)
@@ -293,13 +293,12 @@ def with_template_of_class(cfg: C, parts: Parts) -> C:
 def few_steps(cfg: Config, steps: int) -> list[str]:
     """Return a warning, in a list, if a training of `steps` steps will hardly change the model: the dataset has few
     records or, if the user has set `max_steps`, the learning rate of all steps is 0."""
-    warmup, is_set_by_user = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
-    factors = (SCHEDULES[cfg.optim.schedule](step, steps, warmup) for step in range(steps))
+    rate, is_set_by_user = LearningRate(cfg.optim, steps), cfg.max_steps is not None
     # a user who has set max_steps wants few steps: only a learning rate that stays 0 is a mistake
-    if any(factors) if is_set_by_user else steps >= FEW_STEPS:
+    if any(map(rate.factor, range(steps))) if is_set_by_user else steps >= FEW_STEPS:
         return []
     cure = "raise max_steps" if is_set_by_user else "for small data lower global_batch_size, or raise epochs"
     return [
         f"{steps} step{'s' * (steps > 1)} of {cfg.global_batch_size} samples will hardly change the model: the "
-        f"learning rate is warmed up from 0 for {min(warmup, steps)} of them; {cure}"
+        f"learning rate is warmed up from 0 for {min(rate.warmup_steps, steps)} of them; {cure}"
     ]
