@@ -215,7 +215,7 @@ def test_parameters_that_no_loss_reaches_are_frozen(name: str, whole: Whole, tmp
 
 
 @pytest.mark.parametrize("name", any_but(["granite4_vision"], ["granite4_vision", "hunyuan_vl"]))
-def test_a_checkpoint_is_exported_without_the_parameters_that_no_loss_reaches(
+def test_the_export_of_a_checkpoint_has_the_parameters_that_no_loss_reaches(
     name: str, whole: Whole, tmp_path: Path
 ) -> None:
     model = whole(name)

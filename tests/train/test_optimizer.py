@@ -74,8 +74,8 @@ def test_the_smallest_rate_of_a_cosine_is_that_of_transformers(configure: Config
 
 
 @pytest.mark.parametrize("key", ["decay_ratio=0.1", "min_lr_ratio=0.1"])
-@pytest.mark.parametrize("schedule", ["constant", "warmup_log"])
-def test_a_schedule_that_never_falls_takes_no_end(key: str, schedule: str, configure: Configure) -> None:
+@pytest.mark.parametrize("schedule", ["constant", "warmup_decay", "warmup_log"])
+def test_other_schedules_have_no_end_of_their_own(key: str, schedule: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=f"optim.{key}"):
         configure(f"optim.schedule={schedule}", f"optim.{key}")
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 from small import config_of
 
-from llava_fsdp.config import FULL_WEIGHT, Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
+from llava_fsdp.config import (
+    FULL_WEIGHT,
+    Config,
+    DType,
+    LoraBias,
+    LoraConfig,
+    QuantizeConfig,
+    Quantizer,
+    ScalerConfig,
+    Schedule,
+)
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.memory.memory import Weight
@@ -87,6 +97,9 @@ def test_steps_batches_and_rates(cfg: Config) -> None:
     assert "0.001 (vision tower 0, projector 0.002), cosine after a warm-up of 0 steps" in summary.describe_learning(
         optim, weights, parts
     )
+    optim = replace(optim, warmup_steps=3, schedule=Schedule.linear, decay_ratio=0.1, min_lr_ratio=0.25)
+    said = summary.describe_learning(optim, weights, parts)
+    assert said.endswith(", linear in the last 0.1 of the steps, to 0.25 of the peak, after a warm-up of 3 steps")
     for frozen, said in (
         ("vision_tower multi_modal_projector", "rate 0.001, "), ("vision_tower language_model", "rate 0.002, "),
         ("language_model", "rate vision tower 0, projector 0.002, "),

@@ -50,8 +50,9 @@ TABLE: Mapping[str, str] = MappingProxyType({
     SCHEDULES: "lr_scheduler_type scheduler lr_schedule lr_scheduler schedule lr_decay_style",
     "optim.warmup_ratio": "warmup_ratio warmup lr_warmup_ratio warmup_fraction",
     "optim.warmup_steps": "warmup_steps warmup_num_steps num_warmup_steps lr_warmup_steps",
-    "optim.decay_ratio": "decay_steps_ratio wsd_decay_ratio lr_decay_ratio lr_wsd_decay_steps num_decay_steps",
-    "optim.min_lr_ratio": "min_lr min_lr_rate min_lr_factor lr_min_ratio",
+    "optim.decay_ratio=SHARE of the steps, such as 0.1": """decay_steps_ratio wsd_decay_ratio lr_decay_ratio
+        lr_wsd_decay_steps num_decay_steps""",
+    "optim.min_lr_ratio=SHARE of the peak, such as 0.1": "min_lr min_lr_rate min_lr_factor lr_min_ratio",
     "epochs=N, a whole number": "num_train_epochs num_epochs epoch n_epochs max_epochs train_epochs",
     "max_steps": "train_steps num_steps steps total_steps max_train_steps num_train_steps train_iters iterations",
     "data.max_length": """model_max_length max_length max_seq_length max_seq_len seq_length sequence_len seq_len

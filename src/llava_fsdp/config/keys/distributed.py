@@ -166,7 +166,7 @@ class PrecisionConfig:
     """Dtype in which gradients are summed over micro-batches and ranks. auto: param_dtype, which is then auto too."""
     norm_dtype: DType
     """Dtype in which norm layers compute. Unless it is param_dtype, their weights are stored in it too. auto:
-    param_dtype, which is then auto."""
+    param_dtype, which is then auto too."""
     master_dtype: MasterDType
     """Dtype in which trainable weights are stored and updated. Their gradients have it at the update. bf16 weights are
     rounded stochastically, so that small updates count."""

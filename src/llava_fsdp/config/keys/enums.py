@@ -278,8 +278,9 @@ class Schedule(Enum):
 
     @property
     def decays(self) -> bool:
-        """Whether the learning rate falls after the warm-up."""
-        return self not in (Schedule.constant, Schedule.warmup_log)
+        """Whether the learning rate falls after a warm-up of any length. That of `warmup_decay` has at least two
+        steps."""
+        return self in (Schedule.cosine, Schedule.linear, Schedule.sqrt)
 
 
 class Normalize(Enum):

@@ -74,6 +74,12 @@ class OptimConfig:
     min_lr_ratio: float = 0.0
     """Learning rate at the end, as a share of the peak."""
 
+    @property
+    def described_schedule(self) -> str:
+        """The schedule after the warm-up, such as `linear in the last 0.1 of the steps, to 0.2 of the peak`."""
+        falls = "" if self.decay_ratio is None else f" in the last {self.decay_ratio:.3g} of the steps"
+        return self.schedule.value + falls + (f", to {self.min_lr_ratio:.3g} of the peak" if self.min_lr_ratio else "")
+
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is not allowed."""
         for name in ("lr", "projector_lr", "vision_lr", "weight_decay", "eps"):
@@ -93,8 +99,8 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name}={value} must be a fraction, 0 to 1")
             if value and not self.schedule.decays:
                 raise ConfigError(
-                    f"optim.{name}={value} is for a learning rate that falls, and with optim.schedule="
-                    f"{self.schedule.value} it stays; choose another schedule, such as linear"
+                    f"optim.{name}={value} is for optim.schedule=cosine, linear and sqrt, and it is "
+                    f"{self.schedule.value}"
                 )
 
 

@@ -346,10 +346,11 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
         if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
             text.is_prompt or len(ids) == len(sample.input_ids)
         ):
-            pairs = itertools.zip_longest(*(processor.tokens_of(own) for own in (ids, sample.input_ids)))
-            number, (theirs, ours) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+            both = ids, sample.input_ids
+            number = next(n for n, pair in enumerate(itertools.zip_longest(*both)) if pair[0] != pair[1])
+            theirs, ours = (processor.tokens_of(own[number : number + 1]) for own in both)
             raise ConfigError(
                 f"{processor.folder}: its processor and its tokenizer.json make different token ids of a conversation "
-                f"with {shown}: token {number} is {theirs!r} for the one and {ours!r} for the other; this model cannot "
-                "be trained"
+                f"with {shown}: token {number} is {theirs} of the processor and {ours} of tokenizer.json; this model "
+                "cannot be trained"
             )

@@ -68,7 +68,7 @@ def settings(cfg: Config) -> dict[str, Any]:
     }
     found: dict[str, Any] = {
         "learning rate": ", ".join([f"{optim.lr:g}", *(f"{rate:g} {of}" for of, rate in rates.items())]),
-        "schedule": optim.schedule.value,
+        "schedule": optim.described_schedule,
         "global batch size": cfg.global_batch_size,
         "epochs": cfg.epochs if cfg.max_steps is None else None,
         "maximum length": f"{cfg.data.max_length} tokens",

@@ -125,7 +125,10 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
         )
     if value in SCHEDULES:
         return mapped(context.override("optim.schedule"))
-    return unsupported(f"choose one of {sorted(set(SCHEDULES.values()))}; {context.override('optim.schedule')}")
+    return unsupported(
+        f"choose one of {sorted(set(SCHEDULES.values()))}, with optim.decay_ratio for a stable phase and "
+        f"optim.min_lr_ratio for a rate above 0 at the end; {context.override('optim.schedule')}"
+    )
 
 
 def warmup_ratio(context: RuleContext, value: object) -> Translation:

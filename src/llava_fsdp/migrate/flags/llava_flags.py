@@ -97,7 +97,7 @@ FLAGS: Mapping[str, Flag] = {
     "adam_epsilon": Flag(1e-8, rules.of_optimizer("optim.eps")),
     "max_grad_norm": Flag(1.0, rules.of_optimizer("optim.clip")),
     "lr_scheduler_type": Flag("linear", rules.scheduler_type),
-    "lr_scheduler_kwargs": Flag({}, only_off("the schedules have no further settings", {}, "{}"), str),
+    "lr_scheduler_kwargs": Flag({}, only_off("see optim.decay_ratio and optim.min_lr_ratio", {}, "{}"), str),
     "warmup_ratio": Flag(0.0, rules.warmup_ratio),
     "warmup_steps": Flag(0, IfDecided("optim.warmup_steps", implied("by --warmup_ratio, or none"))),
     "optim": Flag("adamw_torch", OnlyIf(

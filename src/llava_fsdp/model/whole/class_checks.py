@@ -120,7 +120,10 @@ def check_positions(divided: DividedClass) -> None:
         stand_in = StandIn(language.config)
         ids = torch.ones((1, TOKENS), dtype=torch.int64)
         replace_module(base, language, stand_in)
-        with torch.no_grad(), library_errors(f"a {type(model).__name__} does not run on a text"):
+        with (
+            torch.no_grad(),
+            library_errors(f"{type(model).__name__} fails with a text without an image, without weights"),
+        ):
             base.eval()(input_ids=ids, attention_mask=ids, use_cache=False)
     seen = stand_in.seen
     if seen is not None and bool((seen.reshape(-1, TOKENS) != torch.arange(TOKENS, device=seen.device)).any()):

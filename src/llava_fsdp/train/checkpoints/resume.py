@@ -360,9 +360,10 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with which a checkpoint was written, as dotted key -> value. `config`: entry `config` of its
     `state.json`, which may have older names of keys, and lack keys that were added later."""
-    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, and trained
-    # on the empty thought of a chat template
+    # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, trained on
+    # the empty thought of a chat template, and their learning rates ended at 0
     added = {
+        "optim": {"decay_ratio": None, "min_lr_ratio": 0.0},
         "model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())},
         "data": {
             "thoughts": Thoughts.refuse,

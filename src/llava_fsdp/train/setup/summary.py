@@ -159,9 +159,9 @@ def describe_learning(optim: OptimConfig, weights: dict[str, Weight], parts: Map
     else:
         shown = f"{optim.lr:g} ({named})" if optim.lr in rates else named
     warmup = f"{optim.warmup_ratio:.3g} of the steps" if optim.warmup_steps is None else f"{optim.warmup_steps} steps"
-    falls = "" if optim.decay_ratio is None else f" in the last {optim.decay_ratio:.3g} of the steps,"
-    least = f" down to {optim.min_lr_ratio:.3g} of it" if optim.min_lr_ratio else ""
-    return f"rate {shown}, {optim.schedule.value}{falls}{least} after a warm-up of {warmup}"
+    schedule = optim.described_schedule
+    comma = "," if schedule != optim.schedule.value else ""
+    return f"rate {shown}, {schedule}{comma} after a warm-up of {warmup}"
 
 
 def describe_sharding(cfg: Config, world: World) -> str:

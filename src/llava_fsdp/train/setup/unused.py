@@ -37,7 +37,10 @@ def freeze_unused(model: Architecture, loader: Loader, precision: PrecisionConfi
         ids = sample.input_ids[None]
         given = image_inputs(reader).collate([(sample, images)], ids)
         kind = "video" if kind_of(images[0]) == VIDEO else "image"
-        tried = f"running transformers' class of this model on a black {kind} without weights, in bf16, fails"
+        tried = (
+            f"transformers' class of this model fails with a black {kind}, without weights (on torch's meta device), "
+            "in bf16, and with the tensors alone of what its processor makes"
+        )
         with library_errors(f"{encoder.processor.folder}: which parameters train is not known, because {tried}"):
             used |= reached(model, torch.from_numpy(ids), given, precision)
     unused = {name for name, p in model.named_parameters() if p.requires_grad} - used
