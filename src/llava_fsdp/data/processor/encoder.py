@@ -326,7 +326,7 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
         record = Record("a trial", 0, "0", names, turns, has_image_key=bool(names))
         shown = ", ".join(map(shown_shape, shapes)) or "text alone"
         try:
-            sample = replace(encoder, shape=lambda _, n, own=shapes: own[n]).whole(record, longest=encoder.max_length)
+            samples = replace(encoder, shape=lambda _, n, own=shapes: own[n]).samples(record, encoder.max_length)
         except DataError as error:
             if len(shapes) > 1:
                 continue
@@ -335,22 +335,22 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
                 f"{processor.folder} cannot be trained: its chat template or its processor fails with a conversation "
                 f"of two questions with {shown}: {why}"
             ) from error
-        text = sample.processor_text
-        assert text is not None
-        joined = "".join(text.texts)
         black = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
         videos = [(frames_of(own, VideoNeeds.values), own) for own in shapes if isinstance(own, Clip)]
-        # with `is_prompt`, the texts end before the last answer, so the processor makes only the first of the sample's
-        # ids
-        ids = processor([joined], [black], videos).ids[0] if shapes else processor.tokenize(joined)
-        if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
-            text.is_prompt or len(ids) == len(sample.input_ids)
-        ):
-            both = ids, sample.input_ids
-            number = next(n for n, pair in enumerate(itertools.zip_longest(*both)) if pair[0] != pair[1])
-            theirs, ours = (processor.tokens_of(own[number : number + 1]) for own in both)
-            raise ConfigError(
-                f"{processor.folder}: its processor and its tokenizer.json make different token ids of a conversation "
-                f"with {shown}: token {number} is {theirs} of the processor and {ours} of tokenizer.json; this model "
-                "cannot be trained"
-            )
+        for sample in samples:
+            text = sample.processor_text
+            assert text is not None
+            joined = "".join(text.texts)
+            # with `is_prompt`, the texts end before the last answer, so the processor makes only the first of the
+            # sample's ids
+            ids = processor([joined], [black], videos).ids[0] if shapes else processor.tokenize(joined)
+            is_same = np.array_equal(ids, sample.input_ids[: len(ids)])
+            if not is_same or not (text.is_prompt or len(ids) == len(sample.input_ids)):
+                both = ids, sample.input_ids
+                number = next(n for n, pair in enumerate(itertools.zip_longest(*both)) if pair[0] != pair[1])
+                theirs, ours = (processor.tokens_of(own[number : number + 1]) for own in both)
+                raise ConfigError(
+                    f"{processor.folder}: its processor and its tokenizer.json make different token ids of a "
+                    f"conversation with {shown}: token {number} is {theirs} of the processor and {ours} of "
+                    "tokenizer.json; this model cannot be trained"
+                )
