@@ -308,7 +308,7 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
 def test_what_transformers_does_not_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that is missing, has no place or another shape; that transformers only warns of it is not enough."""
     found: dict[str, set[str]] = {}
-    config = SimpleNamespace(get_text_config=lambda: None)
+    config = SimpleNamespace(get_text_config=lambda: None, sub_configs={})
     monkeypatch.setattr(verify_logits, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config))
     monkeypatch.setattr(verify_logits, "attention_of_transformers", lambda _: "sdpa")
     loaded = SimpleNamespace(from_pretrained=lambda *_, **__: (Echo(), found))

