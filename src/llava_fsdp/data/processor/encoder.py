@@ -346,9 +346,9 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
             ids = processor([joined], [black], videos).ids[0] if shapes else processor.tokenize(joined)
             is_same = np.array_equal(ids, sample.input_ids[: len(ids)])
             if not is_same or not (text.is_prompt or len(ids) == len(sample.input_ids)):
-                both = ids, sample.input_ids
-                number = next(n for n, pair in enumerate(itertools.zip_longest(*both)) if pair[0] != pair[1])
-                theirs, ours = (processor.tokens_of(own[number : number + 1]) for own in both)
+                pairs = itertools.zip_longest(ids, sample.input_ids)
+                number = next(n for n, (their, own) in enumerate(pairs) if their != own)
+                theirs, ours = (processor.tokens_of(own[number : number + 1]) for own in (ids, sample.input_ids))
                 raise ConfigError(
                     f"{processor.folder}: its processor and its tokenizer.json make different token ids of a "
                     f"conversation with {shown}: token {number} is {theirs} of the processor and {ours} of "
