@@ -28,9 +28,8 @@ PLACES = {
 
 
 def __getattr__(name: str) -> object:
-    """Return the public object `name` of this package. Its module, which `PLACES` names, is imported only now. `train`
-    and `plan` are packages; once they are imported, Python makes them attributes of this package and no longer calls
-    this function for them."""
+    """Import the public object `name` of this package, from the module in `PLACES`, and return it. Once the packages
+    `train` and `plan` are imported, Python finds them as attributes, and does not call this function for them."""
     import importlib
 
     if name in ("train", "plan"):

@@ -67,8 +67,7 @@ COMMANDS = {
 
 
 def imported(place: str):
-    """Import and return a function of this package. `place` names it as `package.module:function`, without
-    `llava_fsdp.`."""
+    """Import and return the function `package.module:function` (`place`, without `llava_fsdp.`) of this package."""
     import importlib  # only after `prepare_python`, which takes the current folder out of the search path
 
     module, _, name = place.partition(":")
@@ -76,11 +75,8 @@ def imported(place: str):
 
 
 def start(name: str, is_module: bool = False) -> None:
-    """Run a command with the arguments in `sys.argv`.
-
-    Args:
-        is_module: whether it was started as `python -m llava_fsdp.NAME`: `train` is then one rank of a training.
-    """
+    """Run a command with the arguments in `sys.argv`. `is_module`: it was started as `python -m llava_fsdp.NAME`;
+    `train` is then one rank of a training."""
     prepare_python()
     command = COMMANDS[name]
     if not command.task:

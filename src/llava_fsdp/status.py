@@ -86,11 +86,8 @@ def log_other_start(path: Path, record: dict[str, Any]) -> None:
     """Log what a run's status says about a start of the run other than the one that it describes.
 
     That is why a later start was refused, because the run was finished; or how the previous start ended, if the latest
-    one has not completed a step. The status of a finished run needs no previous start.
-
-    Args:
-        path: the status file.
-        record: its content.
+    one has not completed a step. The status of a finished run needs no previous start. `record` is the content of the
+    status file `path`.
     """
     if isinstance(refused := record.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")

@@ -58,7 +58,7 @@ def score_answers(
 
 
 def batches(rows: Sequence[Row], most_labels: int) -> Iterator[list[Row]]:
-    """Divide rows, in their order, into batches of at most `most_labels` labels, or of one row."""
+    """Divide rows (a sample and its images), in order, into batches of at most `most_labels` labels, or of a row."""
     batch: list[Row] = []
     for row in rows:
         if batch and sum(sample.num_labels for sample, _ in [*batch, row]) > most_labels:

@@ -110,9 +110,8 @@ def one_by_one(answerer: Answerer, questions: list[Question], max_new_tokens: in
 
 
 def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
-    """Raise DataError if a conversation has images, and the number of image tags differs from the number of images.
-    Only turns of roles that can show images are counted (READS_IMAGES). Without images, tags are ordinary text. The
-    message begins with `where`."""
+    """Raise DataError (about `where`) if a conversation has images, and the number of image tags differs from theirs.
+    Only turns of roles that can show images are counted (READS_IMAGES). Without images, tags are ordinary text."""
     tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role in READS_IMAGES)
     if images and tags != images:
         raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {images} images")

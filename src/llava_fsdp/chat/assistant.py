@@ -132,11 +132,8 @@ class Assistant:
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
         """Let the model answer several questions in one batch, with greedy decoding; one by one if padding would change
         the answers. With `blank`, all images are replaced by images of the mean color. Afterwards `thoughts_cut` says
-        for each answer whether it ended within a thought.
-
-        Raises:
-            DataError: an image cannot be read, or a question is longer than the model can read.
-        """
+        for each answer whether it ended within a thought. Raise DataError if an image cannot be read, or a question is
+        longer than the model can read."""
         if len(questions) > 1 and self.alone:
             return one_by_one(self, questions, max_new_tokens, blank)
         prompts: list[np.ndarray] = []
@@ -217,7 +214,6 @@ class Assistant:
 
         Args:
             pairs: for each pair its record, which has a chosen and a rejected answer, and the files of its images.
-            blank: whether to replace the images.
 
         Raises:
             DataError: a record is not a pair, an image cannot be read, or a pair is longer than the model can read.
@@ -232,9 +228,8 @@ class Assistant:
         return score_answers(self.model, rows, self.reader, to_device, self.alone)
 
     def encode_pair(self, record: Record, files: Sequence[ImageFile]) -> tuple[Sample, list[np.ndarray]]:
-        """Tokenize a preference pair, a record with a chosen and a rejected answer, as training does. Return the sample
-        with both answers, and the tiles of its images in the order of their tokens. `files` are the images of the
-        record."""
+        """Tokenize a preference pair, a record with a chosen and a rejected answer and the images `files`, as training
+        does. Return the sample with both answers, and the tiles of its images in the order of their tokens."""
         images = [self.load_image(path, record.where, count_images(files)) for path in files]
         form = self.form
         encoder = ExactEncoder(
@@ -256,11 +251,7 @@ class Assistant:
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
         """Read an image file or a video, cut it into tiles for the model's vision tower, and compute its tokens. Error
         messages begin with `where`. `images` is the number of images of the conversation, without videos, which decides
-        whether the image becomes one tile or several.
-
-        Raises:
-            ImageError: the file cannot be read.
-        """
+        whether the image becomes one tile or several. Raise ImageError if the file cannot be read."""
         image_tokens = self.reader.tokens
         if self.image_process is not None and isinstance(path, Path):
             tiles, size = self.image_process.load(path, where, images)
@@ -294,12 +285,11 @@ class Assistant:
     ) -> tuple[np.ndarray, list[LoadedImage]]:
         """Tokenize a conversation as a prompt for the model's next answer. Return its token ids, int64 [length], where
         image tokens have the id IMAGE_ID, and its images in the order of their tokens. The given images are in the
-        order of their image tags in `turns`. `where` is the subject of error messages, `tools` are those that the
-        answer may call.
+        order of their image tags in `turns`. `where` names the conversation in errors; the answer may call `tools`.
 
         Raises:
-            DataError: tags and images do not match, the template writes no tools, or the prompt is longer than the
-                model can read.
+            DataError: tags and images do not match, the template writes no tools, or the prompt is too long for the
+                model.
         """
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
@@ -350,8 +340,7 @@ class Assistant:
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
     """Return the images of a conversation whose tokens are not all cached. An image of which some tokens are cached has
-    only the others in its `rows`. `tokens`: the ids of the first tokens of the prompt, which are cached; image tokens
-    have the id IMAGE_ID."""
+    only the others in its `rows`. `tokens`: the cached ids at the beginning of the prompt, IMAGE_ID at image tokens."""
     num_cached = int((tokens == IMAGE_ID).sum())  # image tokens that are cached, less those of the images before
     rest = []
     for image in images:

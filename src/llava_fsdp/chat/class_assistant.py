@@ -199,8 +199,8 @@ class ClassAssistant:
 
     @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
-        """Return the log-probabilities of the answers of preference pairs, two for each record, that of the chosen
-        answer first.
+        """Return the log-probabilities of the chosen and the rejected answer of each preference pair, in this order.
+        One answer is computed at a time if padding would change its score (`self.alone`).
 
         Args:
             pairs: for each pair its record, which has a chosen and a rejected answer, and the files of its images.
@@ -281,11 +281,8 @@ class ClassAssistant:
     ) -> Row:
         """Tokenize a conversation as a prompt for the model's next answer. Return it with the pixels of its images in
         the order of their tokens. The given images are in the order of their image tags in `turns`. `where` is the
-        subject of error messages, `tools` are those that the answer may call.
-
-        Raises:
-            DataError: tags and images do not match, or the prompt is longer than the model can read.
-        """
+        subject of error messages, `tools` are those that the answer may call. Raises DataError if tags and images do
+        not match, or the prompt is longer than the model can read."""
         check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
         segments = ask_segments(turns, self.encoder.writer, media, where, tools)

@@ -59,12 +59,10 @@ class Conversation:
         self.next_images.append(self.assistant.load_image(path, where))
 
     def ask(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
-        """Add a question to the conversation, and yield the model's answer in pieces: one after every token, which may
-        be empty.
+        """Add a question to the conversation, and yield the model's answer in pieces: one for each token, maybe empty.
 
-        Closing the generator stops the answer; the text generated so far stays in the conversation. If an error is
-        raised, the conversation is again as it was before the question. Afterwards `was_cut` says whether the answer
-        stopped before the model ended it.
+        Closing the generator stops the answer, whose text so far stays in the conversation. After an error, the
+        question is taken back. `was_cut` says whether the answer stopped before the model ended it.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
@@ -100,7 +98,7 @@ class Conversation:
                 yield piece
         except StopIteration as end:
             self.was_cut = not end.value
-        except GeneratorExit:
+        except GeneratorExit:  # the caller wants no more: what has been written stays in the conversation
             stream.close()
         except BaseException:
             self.turns, self.images, self.next_images = state_before
@@ -114,8 +112,7 @@ class Conversation:
 
     def with_tags(self, text: str) -> str:
         """Return the question with one image tag (`<image>`) for each image that was added since the last question. If
-        the question has no tags, they are put in front of it. Raises DataError if it has tags, but not one for each of
-        these images; or it is not valid text."""
+        it has no tags, they are put in front. Raises DataError for another number of tags, or for invalid text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -138,8 +135,8 @@ class Conversation:
         return exchanges
 
     def undo(self) -> bool:
-        """Remove the last question and its answer; the images of the question are kept for the next one. Return False
-        if there is no question."""
+        """Remove the last question and its answer, and keep the question's images for the next one. Return False if
+        there is no question."""
         if not self.turns:
             return False
         num_kept = len(self.images) - self.count_tags(self.turns[-2])

@@ -47,9 +47,8 @@ class ImageProcess:
         return ImageFacts(**answer["facts"])
 
     def frames(self, path: Path, where: str, numbers: Sequence[int]) -> np.ndarray:
-        """Return frames of a video, uint8 [frames, height, width, 3]. `numbers`: the numbers of these frames in the
-        video, in ascending order. Error messages begin with `where`. Raises ImageError if the file cannot be read, or
-        takes too much time or memory."""
+        """Return the frames `numbers` (ascending) of a video, uint8 [frames, height, width, 3]. Error messages begin
+        with `where`. Raises ImageError if the file cannot be read, or takes too much time or memory."""
         answer, content = self.ask({"path": str(path), "where": where, "frames": list(numbers)})
         return np.frombuffer(content, dtype=np.uint8).reshape(answer["shape"]).copy()
 

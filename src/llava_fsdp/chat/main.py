@@ -33,8 +33,7 @@ Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends th
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line or the last turn of a file, or chat on the terminal, or serve a
-    web page, as `cfg` says."""
+    """Answer a question (of the command line or the last turn of a file), chat on the terminal, or serve a page."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # gradio is optional, and takes seconds to import
 

@@ -15,8 +15,7 @@ from llava_fsdp.runtime.files.safe_load import LARGE, read_text
 
 
 def read_messages_file(path: Path) -> Question:
-    """Return the conversation in a JSON file as a question, which is its last turn. The paths of its images are
-    relative to the file's folder.
+    """Return the conversation in a JSON file, which ends with a question. Image paths are relative to its folder.
 
     Raises:
         ConfigError: the path is not a file.

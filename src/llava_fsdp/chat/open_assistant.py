@@ -10,9 +10,8 @@ from llava_fsdp.export.write.whole_folder import WholeSource
 
 
 def open_assistant(checkpoint: str, opened: Opened | None = None, limited_images: bool = False) -> Answerer:
-    """Load a trained model for chatting: a whole model of transformers as a ClassAssistant, a LLaVA as an Assistant. If
-    the folder of a LLaVA names no conversation template, the default one is used, and if it does not say how images fit
-    into a square, they are padded.
+    """Load a trained model for chatting: a LLaVA as an Assistant, a model of another class of transformers as a
+    ClassAssistant. For what a LLaVA's folder does not say: the default conversation template, images padded to squares.
 
     Args:
         opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.

@@ -69,8 +69,8 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def lacks_padding(folder: Path) -> bool:
-    """Return whether a model folder does not say whether images are padded to squares. Many folders of LLaVA-1.5 in
-    transformers' format do not."""
+    """Return whether a model folder leaves open whether images are padded to squares, as many of LLaVA-1.5 in
+    transformers' format do: `do_pad` is missing or false."""
     raw = config_of(folder, "config.json")
     # The original LLaVA's config.json says it, as does the file NOTES, which an export of this project has. LLaVA-NeXT
     # and LLaVA-OneVision cut images into tiles

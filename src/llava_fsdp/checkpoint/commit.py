@@ -96,13 +96,11 @@ class Committer:
     """Step of the checkpoint that is not deleted because its validation is the best; None if none is known."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint and return its folder. Collective. (`reached_point` is for tests, which end the process
-        there.)
+        """Write one checkpoint and return its folder. Collective. (Tests end the process at `reached_point`.)
 
         Args:
             facts: the content of `state.json`: all state except tensors, including `step`.
-            entries: what the manifest records of the rows (slices of dimension 0) that this rank writes, by tensor
-                name.
+            entries: what the manifest records of the rows (slices of dimension 0) of this rank, by tensor name.
             values: the values of these rows, by tensor name.
 
         Raises:
@@ -150,12 +148,9 @@ class Committer:
         self, staged: Path, target: Path, facts: dict[str, Any], digests_and_entries: list[tuple[Digest, Entries]]
     ) -> None:
         """Write all files of a checkpoint except the ranks' tensor files into the temporary folder `staged`, rename it
-        to its final name `target`, and delete old checkpoints. Called on rank 0. (`reached_point` is for tests, which
-        end the process there.)
-
-        `digests_and_entries` has, for each rank, the digest of its tensor file, and what the manifest records of the
-        tensors in this file.
-        """
+        to its final name `target`, and delete old checkpoints. Called on rank 0. `digests_and_entries`: for each rank,
+        the digest of its tensor file, and what the manifest records of the tensors in it. (Tests end the process at
+        `reached_point`.)"""
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
         self.reached_point("state written")
@@ -195,16 +190,16 @@ class Committer:
         self.undamaged &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def keep_best(self, step: int | None) -> None:
-        """Do not delete the checkpoint of a step any more, and, on rank 0, write its name into a file
-        (`retention.BEST`). Nothing changes if it is not there, because its save has failed."""
+        """Never delete the checkpoint of `step` as an old one and, on rank 0, write its name into a file
+        (`retention.BEST`); None: no checkpoint is kept so, and the file is removed. Nothing changes if the checkpoint
+        is missing because its save failed."""
         if step is None or (self.parent / folder_name(step)).is_dir():
             self.best = step
             if rank_and_size()[0] == 0:
                 write_best(self.parent, step)
 
     def write_adapter(self, adapter_folder: AdapterCopy, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Write a folder with the LoRA adapters into a checkpoint; return the digests of its files, by path in the
-        checkpoint."""
+        """Write the LoRA adapters' folder into a checkpoint; return its files' digests, by path in the checkpoint."""
         folder = checkpoint.folder / ADAPTER_FOLDER
         adapter_folder.write(folder, checkpoint)
         sync_tree(folder)

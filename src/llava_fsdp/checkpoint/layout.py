@@ -15,8 +15,7 @@ from llava_fsdp.parallel.ranks.consensus import rank_and_size
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...].
-    If the tensor is sharded by columns, the values are only the columns that this rank holds. A scalar is returned
-    unchanged, with index 0."""
+    If the tensor is sharded by columns, the values are this rank's columns. A scalar is returned with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"

@@ -86,8 +86,7 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """Return a manifest as the bytes of its JSON file. Raises CheckpointError if a row of a tensor is missing or listed
-    twice."""
+    """Return a manifest's JSON file as bytes. Raises CheckpointError if a tensor's row is missing or listed twice."""
     for name, entry in manifest.tensors.items():
         require_coverage(name, entry)
     values = {
@@ -115,8 +114,7 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse a manifest and check that it is consistent. Raises CheckpointError, and no other error, for any invalid
-    content."""
+    """Parse a manifest and check its consistency. Raises CheckpointError, and no other error, if it is invalid."""
     body = without_digest(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
@@ -166,8 +164,7 @@ def parse_size(value: Any) -> int:
 
 
 def parse_file_name(value: Any) -> str:
-    """Return `value` if it is the path of a file that a checkpoint's folder can contain, which cannot lead out of the
-    folder; raise ValueError otherwise."""
+    """Return `value` if it is the path of a file of a checkpoint, within its folder; else raise ValueError."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
@@ -198,8 +195,7 @@ def require_coverage(name: str, entry: TensorEntry) -> None:
 
 
 def require_run(what: str, ranges: list[tuple[int, int]], size: int) -> None:
-    """Raise CheckpointError unless ranges [begin, end) follow one another from 0 to `size`. The message begins with
-    `what`."""
+    """Raise CheckpointError, about `what`, unless ranges [begin, end) follow one another from 0 to `size`."""
     end_so_far = 0
     for begin, end in ranges:
         if end <= begin:

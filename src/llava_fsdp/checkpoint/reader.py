@@ -74,8 +74,7 @@ def fill(
 ) -> None:
     """Read ranges of rows of a checkpoint's tensors. Each file that contains some of these rows is opened once.
 
-    `targets` has, by tensor name, the index of the first row to read, the tensor to fill [rows, ...], and the columns
-    to read (None: all).
+    `targets`: by tensor name, the first row to read, the tensor to fill [rows, ...], the columns to read (None: all).
     """
     by_file: dict[str, list[tuple[str, RowRange]]] = {}  # {file: (tensor, rows of it in the file) to read}
     for name, (first, values, columns) in targets.items():
@@ -141,8 +140,7 @@ class SavedTensor:
         return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of this tensor of a checkpoint into a new CPU tensor. Raises CheckpointError if they
-        cannot be read."""
+        """Read rows [begin, end) of this tensor into a new CPU tensor. Raise CheckpointError if they are unreadable."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         with name_in_errors(self.folder):
             fill(self.folder, {self.key: self.entry}, {self.key: (begin, values, None)})

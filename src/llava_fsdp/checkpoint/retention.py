@@ -58,8 +58,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def delete(folder: Path) -> None:
-    """Rename a checkpoint's folder and then delete it, so that a half-deleted checkpoint is never read. A failure is
-    only logged."""
+    """Rename a checkpoint's folder, then delete it: no half-deleted one is ever read. A failure is only logged."""
     doomed = folder.with_name(folder.name + ".deleted" + STAGED)
     try:
         if os.path.lexists(doomed):
@@ -73,8 +72,7 @@ def delete(folder: Path) -> None:
 
 def restore_replaced(parent: Path) -> None:
     """Give checkpoints their names back that a crashed save has renamed. A save that replaces a checkpoint first
-    renames the old checkpoint. If the save crashed before the new checkpoint had its final name, the old one gets that
-    name again."""
+    renames the old one. If it crashed before the new one had its final name, the old one gets that name again."""
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)

@@ -55,8 +55,7 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
     """Build the header of a safetensors file, with the 8 bytes before it that give its length, from each tensor's dtype
-    and shape. Also return the tensors' names in the order of their data: wide dtypes first, so that all data is
-    aligned."""
+    and shape. Also return the tensors' names in the order of their data: wide dtypes first, to align all data."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -116,8 +116,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed, as far as this rank knows, so that the run must end. Ranks may learn this at
-        different times."""
+        """Whether a save has failed, as far as this rank knows, so that the run must end. Others may learn it later."""
         if self.error is not None:
             return True
         save = self.current_save

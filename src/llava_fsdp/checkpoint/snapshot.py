@@ -54,14 +54,12 @@ class Snapshot:
         self.copy_queued.set()
 
     def touch(self) -> None:
-        """Write to every memory page of the buffers. Otherwise the first copy would wait for the system to provide the
-        pages."""
+        """Write to every memory page of the buffers, so that the first copy need not wait for the system's pages."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """Mark the present values of the tensors as those that `fill` copies. They must not change until `wait`
-        returns."""
+        """Mark the tensors' present values as those to copy (`fill`). They must not change until `wait` returns."""
         self.copy_queued.clear()
         if self.last_update is not None:
             self.last_update.record()
@@ -103,9 +101,8 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def use_device(device: torch.device | None) -> None:
-    """Make a GPU, if there is one, the current one of the calling thread. A new thread's current GPU is number 0, and
-    its first call of CUDA would make a context there: half a gigabyte of GPU 0's memory for each rank of the
-    machine."""
+    """Make a GPU, if there is one, the current one of the calling thread. A new thread uses GPU 0, and its first call
+    of CUDA would make a context there: half a gigabyte of GPU 0's memory for each rank of the machine."""
     if device is not None:
         torch.cuda.set_device(device)
 

@@ -68,8 +68,7 @@ def require_types(values: dict[str, Any], types: dict[str, tuple[type, ...]]) ->
 
 
 def without_enums(value: Any) -> Any:
-    """Return a copy in which enums in nested dicts and lists are replaced by their values, so that it can be written as
-    JSON."""
+    """Return a copy, to write as JSON, in which enums in nested dicts and lists are replaced by their values."""
     if isinstance(value, dict):
         return {k: without_enums(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -125,8 +125,7 @@ def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[st
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises CheckpointError if it has more than `most_bytes` bytes or cannot be
-    opened."""
+    """Return the content of a regular file. Raises CheckpointError if it exceeds `most_bytes` or cannot be opened."""
     descriptor = open_file(path)
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(descriptor).st_size > most_bytes:
@@ -135,8 +134,7 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Check that every tensor file contains exactly the rows that the manifest lists for it. Raises CheckpointError,
-    naming the file and the tensor, if not."""
+    """Check that tensor files have exactly the manifest's rows. Raises CheckpointError with file and tensor, if not."""
     # {file: {tensor: (dtype, shape of its rows in the file)}}
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
@@ -171,16 +169,14 @@ def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
 
 
 def digest_of_file(path: Path) -> Digest:
-    """Return the size and digest of a file. Raises CheckpointError if it is a link or no regular file, or cannot be
-    opened."""
+    """Return a file's size and digest. Raises CheckpointError if it is a link or not regular, or cannot be opened."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return digest_of(file)
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """Return the newest checkpoint in `parent` that passes verification, or None if there are no checkpoints.
-    Collective. If the newest is damaged, it is an error with `strict`; else a warning is logged, and the one before it
-    is used.
+    """Return the newest checkpoint in `parent` that passes verification; None without checkpoints. Collective. A
+    damaged newest one is an error with `strict`; else it is logged, and the one before it is used.
 
     Raises:
         CheckpointError: all checkpoints are damaged; with `strict`, the newest one is.

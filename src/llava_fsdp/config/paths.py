@@ -42,8 +42,7 @@ def check_paths(cfg: Config) -> None:
 
 
 def paths_read(cfg: Config) -> dict[str, str]:
-    """Return all local paths that a training reads, by key. URLs, and names of models on the Hugging Face hub or in
-    this package, are left out."""
+    """Return the local paths that a training reads, by key, without URLs and models of the hub or of this package."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):

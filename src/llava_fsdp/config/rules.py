@@ -241,8 +241,7 @@ def check_validation(cfg: TrainingKeys) -> None:
 
 
 def check_profile(cfg: TrainingKeys, total_steps: int) -> None:
-    """Raise ConfigError if a training of `total_steps` steps ends before the last step that is to be profiled
-    (`profile_steps`)."""
+    """Raise ConfigError if a training of `total_steps` steps ends before the last step to profile (`profile_steps`)."""
     if cfg.profile and cfg.profile_steps is not None and cfg.profile_steps[1] > total_steps:
         raise ConfigError(
             f"profile_steps={cfg.profile_steps}: this run has {total_steps} steps; name earlier ones, or null for its "
@@ -261,8 +260,7 @@ def check_dry_run(cfg: TrainingKeys) -> None:
 
 def check_original(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings that contradict `labels=llava_v1_5`, which tokenizes samples and masks labels as
-    the original LLaVA's code does, or `sampler=llava_v1_5`, which orders samples and makes micro-batches as that code
-    does."""
+    the original LLaVA's code does, or `sampler=llava_v1_5`, which orders and batches them as it does."""
     if cfg.labels is Parity.llava_v1_5 and cfg.data.too_long is not TooLong.truncate:
         raise ConfigError(
             f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -318,8 +316,7 @@ def check_anyres(cfg: TrainingKeys) -> None:
 
 
 def check_export(cfg: TrainingKeys) -> None:
-    """Raise ConfigError if the training would end with an export for transformers, but no model class of transformers
-    can represent the trained model."""
+    """Raise ConfigError if the training would end with an export for which transformers has no model class."""
     if not cfg.exports_model:
         return
     if cfg.model.shuffle_factor > 1:
@@ -361,8 +358,7 @@ def check_best(cfg: TrainingKeys) -> None:
 
 
 def check_pairs(cfg: TrainingKeys) -> None:
-    """Raise ConfigError for settings that contradict training on pairs of answers (`data.pairs`), and for settings of
-    `pref` without it."""
+    """Raise ConfigError for settings that contradict training on answer pairs (`data.pairs`), or `pref` without it."""
     if not cfg.data.pairs:
         if cfg.pref != PrefConfig() or cfg.data.prompt_once:
             keys = "data.prompt_once" if cfg.data.prompt_once else "pref.*"

@@ -35,8 +35,8 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write a one-dimensional array, given in pieces, to a .npy file. Its length is written into the header last, when
-    it is known."""
+    """Write a one-dimensional array, given in pieces, to a .npy file. Its header, which has the same size for every
+    length, is written last, when the length is known."""
     total = 0
     with path.open("wb") as file:
         file.seek(len(npy_header(dtype, 0)))

@@ -47,8 +47,7 @@ def network(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Return a hash of each value, uint64 [values]: the 64-bit finaliser of MurmurHash3. Products are taken modulo
-    2**64."""
+    """Return a hash of each value, uint64 [values]: the 64-bit finaliser of MurmurHash3, with products modulo 2**64."""
     for factor in FACTORS:
         values = (values ^ (values >> SHIFT)) * factor
     return values ^ (values >> SHIFT)

@@ -165,11 +165,8 @@ def open_encoding(
 def open_processor_encoding(
     cfg: Config, images: Path | None, folder: Path, shape: ModelShape
 ) -> tuple[ProcessorEncoder, ProcessorImages]:
-    """Build the two objects that convert records to the input of a model with a processor.
-
-    Args:
-        images: folder of the images.
-        folder: folder of the processor.
+    """Build the two objects that convert records to the input of a model with a processor, which is in `folder`.
+    `images`: folder of the images; None: it is not set.
 
     Raises:
         ConfigError: the model and the configuration do not fit together.
@@ -255,8 +252,7 @@ def has_padding_token(cfg: Config) -> bool:
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader: ImageReader, folder: Path) -> None:
-    """Raise ConfigError if the model, its tokenizer, its image preprocessing and the configuration do not fit
-    together."""
+    """Raise ConfigError if the model, its tokenizer, image preprocessing and the configuration do not fit together."""
     preprocessor, rule = image_reader.preprocessor, image_reader.tokens
     tiled = rule.needs_size(1)
     if tiled and rule.side**2 != shape.image_tokens:
@@ -310,8 +306,7 @@ class Loader:
     """Iterates over the training steps of a run, starting from any step."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
-        """`steps`: prepares this rank's part of each step; `gather`: collective operation that collects the skipped
-        samples of all ranks."""
+        """`steps`: prepares this rank's part of steps; `gather`: collective that collects skipped samples of ranks."""
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()
@@ -381,15 +376,13 @@ class Loader:
         return step.without(skipped, self.steps.collate.normalize)
 
     def every_occurrence(self, step: int, skipped: list[SkippedSample]) -> list[SkippedSample]:
-        """Return each skipped sample as often as the step contains it. If several ranks process the same row, each of
-        them may have reported the sample."""
+        """Return each skipped sample as often as the step has it: several ranks of one row may have reported it."""
         numbers = self.steps.sampler.samples(step)
         found = {sample.number: sample for sample in skipped}
         return [found[number] for number in numbers if number in found]
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """Return a copy of a micro-batch on the device, with its tiles normalized. Images that a model's processor has
-        prepared are normalized before."""
+        """Return a micro-batch on the device, with its tiles normalized unless the model's processor did it before."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return moved if self.table is None else replace(moved, images=with_normalized_tiles(moved.images, self.table))
 

@@ -73,8 +73,7 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule:
 def synthetic_micro_batch(
     contents: Contents, shape: ModelShape, pack: bool, blends: bool = False, given: ForwardInputs | None = None
 ) -> MicroBatch:
-    """Return a micro-batch with token ids 0 and black images. The image tokens are at its beginning, and so are the
-    labels.
+    """Return a micro-batch with token ids 0 and black images; the image tokens and the labels are at its beginning.
 
     Args:
         pack: whether all samples are in one packed row; else each has a padded row.
@@ -100,6 +99,7 @@ def black_tiles(contents: Contents, shape: ModelShape, blends: bool) -> dict[str
     """Return the image inputs of a micro-batch with black tiles, by their names in `Llava.forward`. `blends`: whether
     image tokens are weighted sums of four vision features."""
     places = torch.arange(contents.image_tokens)
+    # for each image token, the number of a vision feature: each tile has `shape.image_tokens` of them
     image_rows = places % (contents.tiles * shape.image_tokens)
     side = shape.image_size
     return {
@@ -123,11 +123,13 @@ def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, A
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
     """Return how many micro-batches a dry run computes for a step, at most as many as a real step has. Two are enough,
-    because all later ones would be like the second. With pipeline parallelism, twice as many as the model has stages
-    are enough, because a pipeline is then full. `world_size`: number of ranks, in which the ranks that divide each
-    layer among them (`parallel.tensor`) count as one."""
+    because all later ones would be like the second; with pipeline parallelism, twice as many as the model has stages,
+    because a pipeline is then full. `contents`: samples of one micro-batch, which `contents.context` ranks process
+    together. `world_size`: number of ranks, in which those that divide each layer among them (`parallel.tensor`) count
+    as one."""
     parallel = cfg.parallel
-    # samples in one micro-batch of all ranks; a sample counts on every rank that has a part of it or of the model
+    # samples in one micro-batch of all ranks; a sample counts on every rank that has a part of it or of the model,
+    # so that `needed` multiplies by the numbers of these; `num_micro_batches` rounds up to what the pipeline accepts
     at_once = len(contents.lengths) * world_size
     needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / at_once)
     most = 2 if parallel.pipeline == 1 else parallel.num_micro_batches(2 * parallel.num_stages)

@@ -115,8 +115,7 @@ def ensure_shapes(
 
 
 def _is_complete(root: Path, recipe: Recipe) -> bool:
-    """Return whether the folder holds the data set of this recipe; False if it is empty. Raise DataError if it holds
-    something else."""
+    """Return whether a folder holds this recipe's data set, False if empty. Raise DataError for any other content."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
@@ -208,8 +207,7 @@ def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
 ) -> None:
-    """Draw a shape with its center at the point (x, y). `half` is half the side of the square that it fits into. All
-    numbers are in pixels."""
+    """Draw a shape centered at (x, y). `half`: half the side of the square that it fits into. All are in pixels."""
     if shape == "ring":
         draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
     elif shape == "bar":

@@ -60,13 +60,11 @@ class Prompts:
 
 def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, source: int = 0) -> HeldOutQuestion:
     """Return the first question of a validation record as a prompt that is encoded as in training, with the record's
-    answer to it. The model is not run. Only the images of this question are used. If the record's answer has a thought,
-    the prompt asks for one.
+    answer to it. Only this question's images are used. The prompt asks for a thought if the record's answer has one.
 
     Args:
         encoder: encodes records in training; its template and settings are used.
-        reader: reads images; here it only says where they are and, unless the encoder does it, how many tokens they
-            have.
+        reader: says where images are and, unless the encoder does it, how many tokens they have.
         source: index of the record's data source.
 
     Raises:
@@ -116,9 +114,9 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token,
-    because a rank without a prompt runs the model with the others. `collate` prepares the images, and adds blank
-    samples for a model that needs an image in each batch."""
+    """Collate prompts, each a sample with its images, into a batch, padded on the left. Without prompts, return a batch
+    of one row with one token: a rank without a prompt runs the model with the others. `collate` prepares the images,
+    and adds blank samples for a model that needs an image in each batch."""
     rows = collate.images.completed(list(rows), True)
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)

@@ -58,8 +58,7 @@ class HeldOut:
 
 
 def held_out_sampler(counts: Sequence[int], limit: int | None, samples_per_step: int) -> HeldOutSampler:
-    """Make the sampler for data sources with `counts` records. A step has records of one source only, so that each
-    source gets a loss of its own.
+    """Make a sampler for sources of `counts` records. Each step has records of one source only, for a loss of its own.
 
     Args:
         limit: greatest number of records of a source that are used, evenly spread over it; None: all are.
@@ -76,8 +75,7 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples_per_step:
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """Return at most `most` numbers below `count` (None: all). They are evenly spaced, because the records of a file
-    may be sorted."""
+    """Return at most `most` (None: all) numbers below `count`, evenly spaced: a file's records may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
@@ -100,8 +98,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
     """Open the validation set that the configuration describes (`val`); its records are examined like training records.
 
     Args:
-        open_loader: function (configuration, function that makes the sampler from the records) -> Loader, which opens a
-            dataset.
+        open_loader: opens a dataset: (configuration, function that makes the sampler from the records) -> Loader.
         max_tokens: greatest number of tokens in a sequence of the language model.
 
     Raises:

@@ -123,7 +123,7 @@ def nvme(context: DoctorContext) -> Iterator[Finding]:
     # states: the parameters, gradients and optimizer state that all ranks of this machine offload to files
     cure = "make room, or give an offload.folder on a larger disk"
     yield from disk.judge_room("room in offload.folder", path, free_bytes(path), needed, "states take", cure)
-    yield from disk.judge_speed("speed of offload.folder", path, 0)
+    yield from disk.judge_speed("speed of offload.folder", path, 0)  # 0: no time of saving a checkpoint is told
 
 
 def interfaces(context: DoctorContext) -> Iterator[Finding]:
@@ -135,8 +135,7 @@ def interfaces(context: DoctorContext) -> Iterator[Finding]:
 
 
 def places(context: DoctorContext) -> Iterator[Finding]:
-    """Check that the paths and the model's parts exist. Set `is_missing` and `unreadable_key` of the context, which
-    later checks read."""
+    """Check that the paths and the model's parts exist. Set `is_missing` and `unreadable_key` for later checks."""
     for finding in config_checks.judge_paths(context.cfg):
         context.is_missing |= finding.level is Level.FAIL
         yield finding
@@ -179,6 +178,7 @@ def training(context: DoctorContext) -> Iterator[Finding]:
 
     from llava_fsdp.train.setup.preflight import few_steps, preflight
 
+    # `settled`: the configuration with precision.param_dtype=auto replaced as a training here does
     warnings = preflight(context.settled, torch.device("cuda" if context.torch.devices else "cpu"))
     if (steps := config_checks.count_steps(context.cfg)) is not None:
         warnings += few_steps(context.cfg, steps)

@@ -107,8 +107,9 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Yield a result only if a rank fits into an empty GPU, but not into what other processes leave. `free`: GPU index
-    -> free bytes."""
+    """Yield a result only if a rank fits into an empty GPU, but not into what other processes leave. `needs.row` has
+    the bytes that a rank is predicted to take (`total`), and those `usable` on an empty GPU. `free`: GPU index -> free
+    bytes."""
     total = needs.row.bytes["total"]
     gpus_without_room = [index for index, count in free.items() if count < total <= needs.row.usable]
     if gpus_without_room:
@@ -118,8 +119,7 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterator[Finding]:
-    """Check that the devices have instructions for the dtype in which the training would compute, and name the dtype
-    that stands for `auto`.
+    """Check that the devices have instructions for the dtype in which the training would compute; name that of `auto`.
 
     Args:
         devices: `TorchFacts.devices`; empty: the training runs on CPUs.
@@ -165,8 +165,7 @@ def count_steps(cfg: Config) -> int | None:
 
 
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return the files of records and the folders of images, each by configuration key; both empty for the generated
-    example dataset."""
+    """Return the files of records and the folders of images, by configuration key; empty for the generated dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
     paths = {key: Path(name) for key, name in paths_read(cfg).items() if exists(name)}

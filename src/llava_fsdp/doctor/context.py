@@ -117,7 +117,7 @@ class DoctorContext:
     @cached_property
     def known_needs(self) -> Needs | None:
         """Memory and disk space of the training, as `needs` predicts them; None if they cannot be predicted."""
-        if self.unreadable_key is not None:
+        if self.unreadable_key is not None:  # a part of the model cannot be read, which another check has reported
             return None
         try:
             return self.needs

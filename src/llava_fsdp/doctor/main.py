@@ -23,8 +23,7 @@ STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 def doctor(cfg: DoctorConfig) -> None:
-    """Check this machine for a training, and print the results. Raise ConfigError if at least one check fails; the
-    printed table says why."""
+    """Check this machine for a training, and print the results. Raise ConfigError if at least one check fails."""
     context = DoctorContext(cfg)
     rows: list[tuple[str, Finding]] = []
     with TextConsole(on_stderr=True).status("checking") as status:  # prints nothing if stderr is not a terminal

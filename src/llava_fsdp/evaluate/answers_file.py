@@ -65,12 +65,9 @@ class AnswersFile:
         self.read_new()
 
     def read_new(self) -> bool:
-        """Read the lines added since the last call; return whether they contain new answers.
-
-        Raises:
-            ConfigError: a line has the wrong form, answers a question that is not in this evaluation, or was written
-                with other settings, such as another model.
-        """
+        """Read the lines added since the last call; return whether they contain new answers. Raise ConfigError if a
+        line has the wrong form, answers a question that is not in this evaluation, or was written with other settings,
+        such as another model."""
         before = len(self.texts)
         for path in [*self.parts(), self.path]:  # the answers file last, as it is complete before parts are deleted
             for line in self.new_lines(path):
@@ -164,7 +161,6 @@ class AnswersFile:
                 file.truncate(file.read().rfind(b"\n") + 1)  # mode a appends to the end at any position
 
             def add(questions: Sequence[BenchmarkQuestion], texts: Sequence[str]) -> None:
-                """Append the answers to some questions to the file, and add them to `texts`."""
                 pairs = list(zip(questions, texts, strict=True))
                 with storage_errors(f"answers={path}"):
                     file.write("".join(f"{self.line(question, text)}\n" for question, text in pairs).encode())
@@ -185,6 +181,7 @@ class AnswersFile:
             "text": text,
             "answer_id": xxh3_64_hexdigest(json.dumps([metadata, question.prompt]).encode()),
             "model_id": self.model_id,
+            # marked if the answer reached the maximum number of tokens within a thought
             "metadata": metadata | ({"thought_cut": True} if question.number in self.thoughts_cut else {}),
         }
         return json.dumps(row)
@@ -209,8 +206,7 @@ class AnswersFile:
             time.sleep(POLL)
 
     def finish(self) -> list[str]:
-        """Merge all answers into the answers file in the order of the questions, delete the part files, and return the
-        answers."""
+        """Write all answers to the answers file in the order of the questions, delete the part files; return them."""
         lines = [self.line(question, self.texts[question.number]) for question in self.questions]
         parts = self.parts()
         with storage_errors(f"answers={self.path}"):

@@ -54,8 +54,7 @@ def guesses_of(task: Task, questions: Sequence[BenchmarkQuestion]) -> list[str]:
 
 def score_blind_guess(task: Task, questions: Sequence[BenchmarkQuestion]) -> tuple[float, dict[tuple[str, str], float]]:
     """Return the accuracy of the best blind guess (`guesses_of`: answers without looking at the images) of all
-    questions, and {(kind, name) of a group: its accuracy}. The guess of a group is made from the right answers of this
-    group alone."""
+    questions, and {(kind, name) of a group: its accuracy}. A group's guess is made from its own right answers alone."""
 
     def accuracy(own: Sequence[BenchmarkQuestion]) -> float:
         return SCORES[task](own, guesses_of(task, own))["accuracy"]

@@ -171,7 +171,7 @@ class LmmsTasks:
                         cli_args=arguments_of(self.asked),
                     )  # fmt: skip
             except DataError as error:
-                if isinstance(error.__cause__, AnsweredElsewhere):
+                if isinstance(error.__cause__, AnsweredElsewhere):  # this process only answers, and another one scores
                     return None
                 raise
         return {
@@ -181,8 +181,8 @@ class LmmsTasks:
 
 
 def numbers_in(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scores of a task by name. Standard errors are left out, and so is `,none`, the default filter's
-    name."""
+    """Return the scores of a task, whose names are `METRIC,FILTER` in lmms-eval. Standard errors are left out, and in
+    names `,none`, the default filter."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in scores.items()
@@ -211,7 +211,8 @@ def arguments_of(asked: AskedTasks) -> argparse.Namespace:
 
 def model_of(answer: AnswersTask, asked: AskedTasks, variables: Mapping[str, str]) -> Any:
     """Return a model of lmms-eval's kind (`lmms_eval.api.model.lmms`), which answers questions with `answer`.
-    `variables`: torchrun's, with which it answers."""
+    `variables`: torchrun's environment variables, set only while it answers: lmms-eval must take this for one process.
+    """
     from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
 
     class TrainedModel(lmms):
@@ -240,7 +241,7 @@ def answer_requests(
     requests: list[Any], documents: Mapping[str, Any], answer: AnswersTask, max_new_tokens: int
 ) -> list[str]:
     """Return the answers to lmms-eval's requests, in their order. Those of one task that want equally long answers are
-    asked together. Raises AnsweredElsewhere in a process that does not score them.
+    asked together. Raises AnsweredElsewhere in a process that does not score the answers, because it has not got all.
 
     Args:
         documents: lmms-eval's datasets: task -> split -> documents.
@@ -248,7 +249,7 @@ def answer_requests(
     """
     groups: dict[tuple[str, int], list[int]] = {}
     for index, request in enumerate(requests):
-        wanted = request.args[1]
+        wanted = request.args[1]  # the settings of generation; args[4] is the name of the task
         groups.setdefault((request.args[4], int(wanted.get("max_new_tokens", max_new_tokens))), []).append(index)
     texts = [""] * len(requests)
     is_scoring_rank = True
@@ -277,13 +278,13 @@ def cut_at(text: str, ends: str | Sequence[str]) -> str:
 def tasks_of(cfg: EvaluateConfig) -> AskedTasks:
     """Return the tasks that a configuration of the command `evaluate` names."""
     run = run_of(Path(cfg.model.checkpoint))
+    # folder for files that some tasks write; `run`: output folder of the training that made the model, if any
     folder = Path(cfg.answers).parent if cfg.answers is not None else run or Path.cwd()
     return AskedTasks(tuple(cfg.tasks), cfg.tasks_folder, cfg.limit, cfg.max_new_tokens, folder)
 
 
 def configuration_of(cfg: EvaluateConfig, task: str, max_new_tokens: int) -> EvaluateConfig:
-    """Return the configuration with which the questions of a task are answered. A file of answers has the task and the
-    length of its answers in its name."""
+    """Return the configuration for a task's questions; a file of answers gets the task and their length in its name."""
     answers = None
     if cfg.answers is not None:
         path = Path(cfg.answers)

@@ -116,10 +116,10 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def evaluate_tasks(cfg: EvaluateConfig, shard: QuestionShard) -> None:
-    """Let a model answer the tasks of lmms-eval, print their scores, and record them in the folder of the model's
-    run."""
+    """Let a model answer the tasks of lmms-eval, print their scores, and record them in the folder of the model's run.
+    `shard`: the questions that this process answers, if several divide them."""
     generators: list[BenchmarkAnswerer] = []
-    cfg = replace(cfg, data=replace(cfg.data, images=None))  # the tasks have their images
+    cfg = replace(cfg, data=replace(cfg.data, images=None))  # lmms-eval gives the images with the questions
 
     def answer(task: str, questions: list[BenchmarkQuestion], max_new_tokens: int) -> list[str]:
         """Answer the questions of a task; the model is loaded once for all of them."""
@@ -128,10 +128,10 @@ def evaluate_tasks(cfg: EvaluateConfig, shard: QuestionShard) -> None:
         generator = BenchmarkAnswerer(configuration_of(cfg, task, max_new_tokens), questions, shard)
         generator.assistant = generators[-1].assistant if generators else None
         generators.append(generator)
-        return generator.answers(blank=False)
+        return generator.answers(blank=False)  # with their own images, not with blank ones
 
     scores = LmmsTasks(tasks_of(cfg)).score(answer)
-    if scores is None:
+    if scores is None:  # another process prints and records them
         return
     if cfg.format is Format.json:
         print(json.dumps({"checkpoint": cfg.model.checkpoint, "tasks": scores}))
@@ -149,9 +149,8 @@ def conversations_of(cfg: DataConfig) -> str | dict[str, str] | None:
 def put_comparisons(
     result: dict[str, Any], task: Task, questions: list[BenchmarkQuestion], blank_answers: list[str] | None
 ) -> None:
-    """Add to a model's scores, in place, two accuracies to compare its own with: that of its answers to blank images,
-    if it was asked with them, and that of the best blind guess. Both are of all questions and of every group. Also add
-    the number of different question texts."""
+    """Add to a model's scores, in place, the number of different question texts and two accuracies, of all questions
+    and of every group: that of its answers to blank images, if there are any, and that of the best blind guess."""
     if blank_answers is not None:
         blank = score_all(task, questions, blank_answers)
         of_groups = {
@@ -169,8 +168,7 @@ def open_shard(cfg: EvaluateConfig) -> QuestionShard:
     """Select this process's GPU and its share of the questions by torchrun's environment variables.
 
     Raises:
-        ConfigError: there are several processes and no file for the answers, or more processes than GPUs on this
-            machine.
+        ConfigError: several processes without a file for the answers, or more processes than GPUs on this machine.
     """
     shard = QuestionShard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
@@ -261,9 +259,8 @@ class BenchmarkAnswerer:
 
 
 def open_as_trained(cfg: EvaluateConfig) -> Opened:
-    """Find the model and return its settings and files, without loading its weights. Its template and image aspect
-    ratio are those of its training; `data.template` and `data.image_aspect_ratio` are only used if its folder does not
-    contain them.
+    """Find the model; return its settings and files, without loading weights. Its template and image aspect ratio are
+    those of its training; `data.template` and `data.image_aspect_ratio` are used only if its folder lacks them.
 
     Raises:
         ConfigError: `data.template` is not the template that the model was trained with.
@@ -298,9 +295,8 @@ def with_paths(question: BenchmarkQuestion, folder: Path | RemoteFolder) -> Ques
 def model_digest(checkpoint: str) -> str:
     """Return a digest of the names and contents of a model's files. This takes a few seconds for each 10 GB.
 
-    In the folder of a training run, only the model is digested, because logs may still grow: the `export` folder;
-    without one, the manifest of the newest checkpoint, which contains digests of the checkpoint's files; without a
-    checkpoint, the adapter folder.
+    In the folder of a training run, only the model is digested, because logs may still grow: the `export` folder; else
+    the manifest of the newest checkpoint, which contains digests of its files; else the adapter folder.
     """
     path = Path(checkpoint)
     checkpoints = list_checkpoints(path / FOLDER)

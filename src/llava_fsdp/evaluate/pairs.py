@@ -57,9 +57,8 @@ class PairScore:
 
 def evaluate_pairs(cfg: EvaluateConfig, opened: Opened | None = None) -> dict[str, Any]:
     """Return how well a model distinguishes the chosen and the rejected answers of the pairs of `data.path`: the mean
-    scores of all pairs and, if there are several data sources, of each. If the configuration says so, also the accuracy
-    with blank images, and scores relative to a second model (`cfg.reference`). `opened`: the result of `open_model` for
-    the model; None: it is opened here.
+    scores of all pairs and, if there are several data sources, of each; with `cfg.blank` the accuracy with blank
+    images, with `cfg.reference` scores relative to that model. `opened`: the model; None: it is opened here.
 
     Raises:
         ConfigError: there are several processes.

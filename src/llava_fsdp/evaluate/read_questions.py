@@ -120,8 +120,7 @@ def records_by_turns(cfg: EvaluateConfig) -> Iterator[tuple[DataSource, Record]]
 
 
 def first_question(record: Record) -> BenchmarkQuestion:
-    """Return the first question of a training record, with the record's answer to it as the right answer. Its number is
-    0; the caller sets another one."""
+    """Return a training record's first question; the record's answer is the right one. The caller sets its number."""
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
@@ -172,13 +171,8 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
-    """Return the question in one entry of a file in the original LLaVA's format, which may contain right answers too.
-
-    Args:
-        number: number of the entry in the file, from 0.
-        line: line number of the entry; None in a JSON list.
-        raw: the parsed entry.
-    """
+    """Return the question in one entry (`raw`, parsed) of a file in the original LLaVA's format, which may contain
+    right answers too. `number`: of the entry in the file, from 0; `line`: that where it is; None in a JSON list."""
     identity = raw.get("question_id")
     where = name_record(path, number, line, None if identity is None else str(identity))
     if not isinstance(identity, str | int) or isinstance(identity, bool):

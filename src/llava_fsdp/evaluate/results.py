@@ -35,8 +35,7 @@ def mean_of(accuracy: Callable[[str, Sequence[str]], float]) -> Score:
 
 
 def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
-    """Return the scores of answers to multiple-choice questions. `invalid` is the number of answers that name no
-    choice."""
+    """Return the scores of answers to multiple-choice questions; `invalid` counts answers that name no choice."""
     chosen_letters = [
         scoring.named_choice(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)
     ]
@@ -86,11 +85,8 @@ def put_beside(result: Numbers, name: str, accuracy: float, groups: Mapping[tupl
 
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
     """Return the scores of all answers by name, and, under the key `groups`, those of each group of questions: kind ->
-    name -> scores.
-
-    For yes-no questions with categories, the scores include `mean_f1`: the mean of the categories' F1, which POPE
-    reports.
-    """
+    name -> scores. For yes-no questions with categories, `mean_f1` is the mean of the categories' F1, which POPE
+    reports."""
     score = SCORES[task]
     groups: dict[str, dict[str, Numbers]] = {}
     for (kind, name), indices in members_of(task, questions).items():

@@ -72,8 +72,7 @@ def export(cfg: ConversionConfig) -> Path:
     if `cfg.push` names a place there, and return it.
 
     Nothing is converted if `cfg.accept` names files: new digests of these files in the folder `cfg.source` are
-    recorded. Nor if `cfg.to` is None and `cfg.push` is set: the folder `cfg.source`, or the export of a run, is pushed
-    as it is.
+    recorded. Nor if `cfg.to` is None and `cfg.push` is set: `cfg.source`, or a run's export, is pushed as it is.
 
     Raises:
         ConfigError: a setting is wrong, `cfg.to` exists and may not be replaced, or the hub refuses this user.
@@ -131,9 +130,8 @@ def pushable(cfg: ConversionConfig) -> Path:
 
 @torch.no_grad()
 def convert(cfg: ConversionConfig, to: str) -> Path:
-    """Convert the model `cfg.source` into the folder `to`, and return that folder. It gets its final name after the
-    logits of the written model were compared with those of the source (unless `cfg.verify` is false). Raises the errors
-    of `export`."""
+    """Convert the model `cfg.source` into the folder `to`, and return it. It gets its final name after the logits of
+    the written model were compared with the source's (unless `cfg.verify` is false). Raises the errors of `export`."""
     if cfg.template != AUTO and not is_own(cfg.template):
         template(cfg.template)  # raises the error for a template that does not exist
     final = Path(to).resolve()
@@ -222,7 +220,7 @@ def write_and_prove_gguf(content: Content, staged: Path, name: str, cfg: Convers
 
 @contextmanager
 def saying_what_is_left(staged: Path) -> Iterator[None]:
-    """Context manager that adds to a ModelError of a proof which folder was not made, and where its files are."""
+    """Context manager that adds to an export check's ModelError which folder was not made, and where its files are."""
     try:
         yield
     except ModelError as error:
@@ -237,7 +235,8 @@ def with_best(cfg: ConversionConfig) -> ConversionConfig:
 
 def prove_written(content: Content, staged: Path, form: FolderFormat) -> None:
     """Load the folder `staged` that `write` has written, and compare its logits with those of its source (for a whole
-    model of transformers, its weights). Raise ModelError if they differ."""
+    model of transformers, its weights). LoRA adapters (`content.apart`) are in a subfolder of a base in the format
+    `hf`, and are proved as well. Raise ModelError if something differs."""
     source, apart = content.source, content.apart
     if isinstance(source, WholeSource):
         rounded = {name: Rounded(stored, content.dtypes[name]) for name, stored in content.sources.items()}
@@ -249,8 +248,9 @@ def prove_written(content: Content, staged: Path, form: FolderFormat) -> None:
 
 
 def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) -> None:
-    """Write all files of an export into the folder `staged`. If this fails, nothing is left. `dtype`: what the user
-    asked for, which the folder's notes record."""
+    """Write all files of an export into the folder `staged`: a whole model or, if `content.apart` has LoRA adapters,
+    these in a subfolder and their base model, always for transformers. If this fails, nothing is left. `dtype`: what
+    the user asked for, which the folder's notes record."""
     weights = Weights(
         shapes={name: tuple(tensor.shape) for name, tensor in content.sources.items()},
         dtypes=content.dtypes,
@@ -263,7 +263,7 @@ def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) 
         if content.apart is not None:
             write_adapters(staged, content.apart)
             remarks = {key: value for key, value in read_notes(staged).items() if key == REMARKS}
-            # again, with digests of the adapters
+            # again, with digests of the adapters, and with the remarks that write_folder has noted
             write_notes(content.source, staged, FolderKind.with_adapters, {**notes, **remarks})
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)

@@ -66,7 +66,7 @@ def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
     vLLM needs the last parts of the modules' names in `target_modules`. To peft these mean every module whose name ends
     so, also in the vision tower; those that have no adapter are in `exclude_modules` (peft 0.14 and later).
     """
-    wanted = {f"model.{module}" for module in adapted.modules}
+    wanted = {f"model.{module}" for module in adapted.modules}  # names in transformers' class
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if wanted - linear:
         raise ModelError(f"transformers' {type(model).__name__} has no linear layer {min(wanted - linear)}")

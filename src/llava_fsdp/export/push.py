@@ -84,8 +84,7 @@ def check_address(address: str) -> HubPlace:
 
 def open_hub(place: HubPlace) -> Any:
     """Return the hub's client, after asking the hub who the user is. Raises ConfigError if the token may only read, or
-    the owner of the place is neither the user nor one of the user's organizations, and HubError if the hub cannot be
-    reached."""
+    the place's owner is neither the user nor one of the user's organizations, and HubError if it fails."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -150,10 +149,11 @@ def files_to_push(folder: Path, place: HubPlace, scores: Sequence[Mapping[str, A
             f"llava-fsdp export source={shlex.quote(str(folder))} 'accept=[{NOTES}]'"
         )
     bases = notes.get("recipe", {}).get(BASE)
+    # `public` cuts paths of this machine to their last names; `bases` tells such paths from names on the hub
     shown = {key: public(value, key, bases) for key, value in notes.items() if key != FILES}
     files: dict[str, Path | bytes] = {name: folder / name for name in listed}
     card = (folder / README).read_text() if (folder / README).is_file() else WRITTEN
-    if WRITTEN in card:
+    if WRITTEN in card:  # the user has not edited the card
         card = model_card(folder, notes, place.name, scores)
     return {**files, README: card.encode(), NOTES: render(shown, listed)}
 
@@ -185,8 +185,7 @@ def is_path(text: str) -> bool:
 
 
 def refuse_other_model(there: Collection[str], place: HubPlace) -> None:
-    """Raise ConfigError if the files `there`, which a repository on the hub has, are of a model that llava_fsdp has not
-    pushed."""
+    """Raise ConfigError if the files `there`, of a repository on the hub, are of a model not pushed by llava_fsdp."""
     loaded = sorted(filter(is_loaded, there))
     if loaded and NOTES not in there:
         raise ConfigError(

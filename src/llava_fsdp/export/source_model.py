@@ -101,8 +101,7 @@ def open_source(cfg: ConversionConfig) -> Opened:
     its checkpoints, the folder of a LoRA adapter, or the folder or hub name of a model.
 
     Raises:
-        ConfigError: `cfg.source` is not one of these, or its model needs a language model or a vision tower that `cfg`
-            does not name.
+        ConfigError: `cfg.source` is something else, or its model needs a language model or vision tower not in `cfg`.
         ModelError, CheckpointError: the model cannot be read.
     """
     path = Path(cfg.source)
@@ -128,7 +127,8 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     """Open the model of a training: its newest valid checkpoint; or the export that the training wrote at its end, if
-    that is of the same step, is undamaged and has the dtype that `cfg` asks for."""
+    that is of the same step, is undamaged and has the dtype that `cfg` asks for. Without a checkpoint: the export, or
+    the LoRA adapter folder, that the training wrote at its end."""
     newest = newest_alone(run / FOLDER)
     if newest is None:
         return open_final_folder(run, cfg)
@@ -160,9 +160,9 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open a checkpoint, whose files were checked before. Trained weights are read from it, and frozen weights from the
-    models that the training loaded. LoRA adapters are merged into them. `cfg` may change how images are fitted and the
-    name of the vision tower.
+    """Open a checkpoint (its files were checked before). Trained weights are read from it, and frozen weights from the
+    models that the training loaded. LoRA adapters are merged in. `cfg` may change how images are fitted, and the
+    tower's name.
 
     Raises:
         CheckpointError: the frozen weights differ from those with which the model was trained.
@@ -262,9 +262,8 @@ def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], wher
 
 
 def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dict[str, Stored]:
-    """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model: those of
-    the base model (`base`) and the adapters. Other tensors of the adapter folder, such as the projector's, replace
-    those of the base model."""
+    """Return the stored values of all parameters of a model with LoRA adapters, by name in it: those of the base model
+    (`base`) and of the adapters. Other tensors in the adapter folder (a projector's, ...) replace the base's."""
     adapted_modules = set(adapter_folder.modules)
     trained_beside = {
         without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)

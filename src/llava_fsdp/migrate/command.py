@@ -64,7 +64,7 @@ class Migration:
             found.append(f"{run.launch.script}: {OTHER_PROGRAM}")
         if run.bits and "model.quantize.mode" not in self.decided:
             found.append(f"{run.bits}-bit weights: this command trains without quantized weights")
-        in_files = replace(run, given_gpus=None).gpus
+        in_files = replace(run, given_gpus=None).gpus  # the number of GPUs by the input files alone
         if run.given_gpus and in_files and in_files != run.given_gpus:
             found.append(f"gpus={run.given_gpus} was given, and the files have {in_files}")
         for file, whose in ((run.deepspeed, "DeepSpeed"), (run.accelerate, "Accelerate")):
@@ -78,6 +78,7 @@ def migrate(run: SourceRun) -> Migration:
     and a table of what each of its settings becomes."""
     decided = decide(run)
     kept = drop_defaults(decided)
+    # the last argument: keys of overrides that only repeat defaults
     context = RuleContext(run, decided, frozenset(decided) - frozenset(kept))
     return Migration(run, decided, kept, rows_of(context), refusal(kept))
 
@@ -111,6 +112,7 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 def refusal(kept: Overrides) -> str:
     """Return the error message with which llava_fsdp would refuse these overrides; empty if their configuration is
     valid. A missing data path is not an error: `Migration.lacks` reports it."""
+    # a placeholder path; `with_own_model` adds `model=own`, so that the settings of the default model are not used
     words = with_own_model(assignments({"data.path": "records.json"} | kept))
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):

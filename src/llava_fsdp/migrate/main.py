@@ -102,8 +102,7 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError if the command line sets a shell variable that no script uses: its name is probably
-    misspelled."""
+    """Raise ConfigError if the command line sets a shell variable that no script uses: it is probably misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():
@@ -112,7 +111,9 @@ def check_variables(request: Request) -> None:
 
 
 def as_json(migration: Migration) -> dict[str, object]:
-    """Return a migration as the object that format=json prints. Secrets in texts are blacked out."""
+    """Return a migration as the object that format=json prints. Secrets in texts are blacked out. `overrides` are those
+    that differ from defaults; `keys` has a row for each setting of the original: what it becomes, and whether it is
+    known."""
     return {
         "name": migration.run.name,
         "command": lines(migration.words, width=sys.maxsize),
@@ -140,8 +141,7 @@ def json_value(value: object) -> object:
 
 
 def shown(row: TableRow, value: object) -> object:
-    """Return a value as the table shows it: hidden if the setting is a secret, such as a token; else as JSON can
-    represent it."""
+    """Return a value as JSON for the table; hidden if the setting is a secret, such as a token."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     json_text = json_value(value)

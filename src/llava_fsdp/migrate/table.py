@@ -62,7 +62,7 @@ def launcher_rows(context: RuleContext) -> list[TableRow]:
         rows.append(TableRow(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
     for name, value in launch.flags.items():
         rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
-        rows.append(row_of(context, source, name, value, rule, ()))
+        rows.append(row_of(context, source, name, value, rule, ()))  # (): if unknown, no similar flag is suggested
     program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
     if launch.trainer:
         program = f"{launch.trainer.value}: {DIFFERS[launch.trainer]}"
@@ -72,6 +72,7 @@ def launcher_rows(context: RuleContext) -> list[TableRow]:
 def flag_rows(context: RuleContext) -> list[TableRow]:
     """Return the rows for the flags of the training program that the command gives."""
     run = context.run
+    # names from which a similar one is suggested for an unknown flag; with many flags this would take minutes
     similar_from = run.table if len(run.flags) < MOST_COMPARED else ()
     rows = []
     for name, value in run.flags.items():

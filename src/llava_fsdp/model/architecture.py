@@ -115,8 +115,7 @@ class Architecture(nn.Module, ABC):
     @property
     @abstractmethod
     def image_size(self) -> int:
-        """Width and height of a tile, an input image of the vision part, in pixels; 0: images are not cut into tiles of
-        one size."""
+        """Width and height of a tile, an input image of the vision part, in pixels; 0: no tiles of one size."""
 
     @property
     @abstractmethod
@@ -195,13 +194,8 @@ class Architecture(nn.Module, ABC):
 
     @abstractmethod
     def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
-        """Return image inputs that are all zeros, on the current default device: for counting memory on the meta
-        device.
-
-        Args:
-            tiles, image_tokens: how many tiles (input images) and image tokens there are.
-            blends: whether image tokens are weighted sums of four features.
-        """
+        """Return image inputs of zeros, on the current default device, to count memory on `meta`: for so many tiles
+        (input images of the vision tower) and image tokens, which with `blends` are weighted sums of four features."""
 
     @abstractmethod
     def with_vocabulary(self) -> set[str]:

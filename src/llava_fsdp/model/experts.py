@@ -58,9 +58,8 @@ class RankPositions:
     """Sums a tensor over these ranks; a collective."""
 
     def of(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Select, from a tensor with one value for each token, the values at the positions that this rank computes:
-        [rows * length] -> [rows * this rank's positions]. `shape` is [rows, length]. Each row is divided evenly among
-        the ranks, in order."""
+        """Select from `whole`, a value for each token, those at the positions that this rank computes: [rows * length]
+        -> [rows * this rank's positions]. `shape`: [rows, length]. Ranks divide each row evenly, in order."""
         each = math.ceil(shape[1] / self.ranks)
         return whole.view(shape)[:, each * self.index : each * (self.index + 1)].flatten()
 
@@ -145,8 +144,7 @@ class RouterOutputs:
 
     @contextmanager
     def keep(self) -> Iterator[list[RouterOutput]]:
-        """Context manager for one forward pass. It yields a list, to which the routers' outputs are added at the
-        end."""
+        """Context manager for one forward pass; yields a list to which the routers' outputs are added at its end."""
         outputs: list[RouterOutput] = []
         for hook in self.hooks:
             hook.open()
@@ -178,7 +176,7 @@ class RouterHook:
 
     def close(self) -> RouterOutput | None:
         """Stop keeping the router's outputs, which `open` has begun; with compiled blocks they are always kept
-        (`stays_on`). Return those of the router's last forward pass; None if it had none."""
+        (`stays_on`). Return the logits and the last output of its last forward pass; None if it had none."""
         outputs, self.outputs = self.outputs, None
         self.is_on = self.stays_on
         if outputs is None:
@@ -191,9 +189,8 @@ class RouterHook:
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of a model that hold the experts of one layer each, by name. They are recognized by the
-    attributes of classes that transformers' `use_experts_implementation` decorates, so that a registered function can
-    run them."""
+    """Return the modules of a model that hold the experts of one layer each, by name: those with the attributes of
+    classes that transformers' `use_experts_implementation` decorates, so that a registered function can run them."""
     marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
     return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}
 
@@ -211,8 +208,7 @@ def check_widths(model: nn.Module) -> None:
 
 
 def check_routers(model: nn.Module, balance_loss: float) -> None:
-    """Raise ConfigError if a load-balance loss is to be trained (`model.balance_loss` above 0), and a meta-device
-    language model has no routers."""
+    """Raise ConfigError if `model.balance_loss` is above 0, and a meta-device language model has no routers."""
     if balance_loss and not find_routers(model):
         raise ConfigError(
             f"model.balance_loss={balance_loss}: {type(model).__name__} has no router that chooses experts, whose "
@@ -236,6 +232,7 @@ def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
         reason = "runs its experts in a way that cannot be replaced" if find_routers(model) else "has no experts"
         raise ConfigError(f"{asked}: {kind} {reason}; set parallel.expert=1")
     for name, module in experts.items():
+        # a weight of a child module, or one whose first dimension is not the expert, is not of one expert alone
         common = [n for n, p in module.named_parameters() if "." in n or p.shape[:1] != (module.num_experts,)]
         if common:
             raise ConfigError(
@@ -251,8 +248,8 @@ def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
 
 
 def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool) -> torch.Tensor:
-    """Return for each token of a micro-batch the index of its sample, int64 [rows * length]. Padding tokens get the
-    index after the last sample.
+    """Return for each token of a micro-batch the index of its sample, int64 [rows * length]; for padding, the number
+    of samples.
 
     Args:
         lengths: the samples' lengths in tokens, int64 [samples].
@@ -288,9 +285,10 @@ def balance_loss(
     loads are equal. Only the probabilities have a gradient.
 
     Args:
-        samples: index of each token's sample (`samples_of_tokens`).
+        samples: index of each token's sample, int64 [tokens]; that of padding comes after the last sample.
         lengths: the samples' lengths in tokens, int64 [samples].
-        counts: the result of `count_choices`, with the tokens of all ranks.
+        counts: how often the tokens of each sample, on all ranks, chose each expert, float32 [samples + 1, experts];
+            the last row counts padding.
     """
     pairs = output.router.choices * lengths.clamp(min=1)
     shares = counts[:-1] / pairs[:, None]  # f, float32 [samples, experts]

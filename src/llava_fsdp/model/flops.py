@@ -80,9 +80,8 @@ def tile_flops(model: Architecture, activation_checkpointing: bool) -> float:
 
 
 def token_flops(model: Whole, activation_checkpointing: bool) -> float:
-    """Estimate the FLOPs per image token in the vision towers and the projector: those of the matrix products of as
-    many patches as the projector joins into one token. Attention is left out, and tokens that are averaged are counted
-    as one."""
+    """Estimate the FLOPs per image token in vision towers and projector: those of the matrix products of as many
+    patches as the projector joins into one token. Attention is left out, and averaged tokens are counted as one."""
     trains = {part: part in model.cfg.trained for part in Part}
     own = {part: model.modules_of(part) for part in (Part.vision, Part.projector)}
     blocks = model.all_blocks(Part.vision)
@@ -98,8 +97,7 @@ def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> flo
     language model's sliding windows, on average over its layers. `tokens` is the sum of the lengths.
 
     Attention is causal, so that a sample of n tokens counts as n * n, and has n * n / 2 pairs that attend. With a
-    window of w tokens, at most w * n of these are left, which count as 2 * w * n. The single lengths are not known, so
-    that the result is too large if they differ.
+    window of w tokens, at most w * n are left, counted as 2 * w * n. If lengths differ, the result is too large.
     """
     layers = layers_with_window(language)
     if not layers:
@@ -112,8 +110,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     """Count the FLOPs per tile of the vision tower's layers that run; without `trains`, where neither the tower nor its
     LoRA adapters train, only those of the forward pass.
 
-    Every token attends to all tokens. No gradient of the pixels is computed. The patch embedding, a convolution, runs
-    once per patch.
+    Every token attends to all. The pixels get no gradient. The patch embedding (a convolution) runs once per patch.
     """
     vision, tokens = model.parts.vision, model.probe.tokens
     stack = list(find_blocks(model.vision_tower))

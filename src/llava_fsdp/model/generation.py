@@ -97,8 +97,7 @@ def write_answers(
     push: Push,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Generate the tokens that follow a batch of prompts. A whole model of transformers (`Whole`) is run by its own
-    class.
+    """Generate the tokens that follow a batch of prompts. A whole model of transformers (`Whole`) is run by its class.
 
     Args:
         model: a model in evaluation mode, without gradients, or a callable with the same arguments and results.
@@ -160,7 +159,6 @@ def check_answers(model: Callable[..., torch.Tensor], language: PretrainedConfig
 
     Args:
         model: a model in evaluation mode, without gradients, or a callable with the same arguments and results.
-        language: configuration of the language model.
         prompt: a prompt without an image, on the model's device.
 
     Raises:

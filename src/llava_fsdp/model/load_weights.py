@@ -74,21 +74,18 @@ class ParameterShard(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that hold the shard's values, such as the fp32 master weight and its copy in the compute
-        dtype."""
+        """All tensors that hold the shard's values, such as the fp32 master weight and its compute dtype copy."""
         ...
 
 
 def find_weights(
     model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
 ) -> dict[str, Stored]:
-    """Find from where the initial values of every parameter of a meta-device model are read: tensors in files, or a
-    random distribution.
+    """Find the source of each parameter's initial values for a meta-device model: tensors in files, or random values.
 
     Args:
         projector: folder or file of the projector; None: the projector is initialised randomly, unless it is part of
             `model.checkpoint` or of the adapter's files.
-        seed: seed of the random initialisation.
 
     Raises:
         ModelError: no file has a parameter, or a file has it in another shape.
@@ -163,16 +160,14 @@ def buffer_names(model: nn.Module) -> set[str]:
 
 def stored_buffers(model: Architecture) -> dict[str, torch.Tensor]:
     """Read the buffers that the files of a model have, on the CPU, by name. All others are computed; so are all of a
-    small copy of a model (for tests of an export), which has no files.
-
-    Args:
-        model: the whole model, not a stage of it. Its values are not used.
-    """
+    small copy of a model (for tests of an export), which has no files. `model`: the whole model, not a stage of it. Its
+    values are not used."""
     expected = {name: buffer for name, buffer in model.named_buffers() if name in buffer_names(model)}
     if not expected or model.parts.is_small_copy:
         return {}
     sources = base_weights(model, model.parts, model.cfg, None)
     found = {name: (sources[name], buffer) for name, buffer in expected.items() if name in sources}
+    # `rows` ignores its range for a scalar
     return {n: own.rows(0, buf.shape[0] if buf.ndim else 0).to(buf.dtype) for n, (own, buf) in found.items()}
 
 
@@ -264,9 +259,8 @@ def language_model(
 
 
 def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Return where all parameters of a LLaVA model are, by llava_fsdp's names: in its folder `parts.whole`. The vision
-    tower's are in `parts.vision_folder` if that folder has none. Raises ModelError if `parts.whole` has a tensor that
-    is no parameter of this model."""
+    """Return where all parameters of a LLaVA model are, by llava_fsdp's names: in its folder `parts.whole`, and if that
+    has no vision tower, in `parts.vision_folder`. Raises ModelError if `parts.whole` has a tensor of another model."""
     folder = parts.whole
     assert folder is not None
     tensors = open_tensors(folder)
@@ -274,13 +268,13 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
         return original_model(tensors, parts, folder, model)
     plan = plan_with_all_rows(whole_model_of, read_config(folder, "model.checkpoint"), tensors, folder)
     refuse_unused(plan.unused, folder)
+    # {prefix of transformers' names: ours}
     return by_our_names(plan, {"model.": "", "lm_head.": "lm_head."}, model, folder)
 
 
 def class_weights(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Return where all parameters and buffers of a whole model of transformers are in its folder, by the names that its
-    class in transformers gives them. Names that `model` lacks are left out. Raises ModelError if a tensor of the folder
-    has no place in the class, or another shape."""
+    """Return where the parameters and buffers of `model`, a whole model of transformers, are in its folder, by its
+    class's names. Raises ModelError if a tensor of the folder has no place in the class, or another shape."""
     assert parts.whole is not None and parts.class_config is not None
     plan = plan_whole(parts.class_config, parts.whole)
     refuse_unused(plan.unused, parts.whole)
@@ -292,9 +286,8 @@ def class_weights(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Return where all parameters of a LLaVA model are, by llava_fsdp's names. `tensors` are those of a folder of the
-    original LLaVA, by their names there. If there is no vision tower among them, it is read from `parts.vision_folder`,
-    if that has weights."""
+    """Return where the parameters of a LLaVA model are stored, by llava_fsdp's names. `tensors`: those in a folder of
+    the original LLaVA, by their names there; a vision tower that they lack is read from `parts.vision_folder`."""
     stored: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
     language: dict[str, StoredTensor] = {}
@@ -307,6 +300,7 @@ def original_model(
         else:
             language[name] = tensor
     refuse_unused(sorted(stored.keys() - parameter_names(model)), folder)
+    # the embeddings in the folder may have more rows than the configuration's vocabulary
     plan = plan_with_all_rows(language_model_of, parts.language, language, folder)
     refuse_unused(plan.unused, folder)
     stored |= by_our_names(plan, names_of_parts(plan.model), model, folder)
@@ -362,8 +356,7 @@ def parameter_names(model: nn.Module) -> set[str]:
 
 
 def refuse_unused(names: list[str], folder: Path) -> None:
-    """Raise ModelError if files contain tensors that are neither parameters of the model nor buffers that it
-    computes."""
+    """Raise ModelError if files have tensors that are neither parameters of the model nor buffers that it computes."""
     unknown = [name for name in names if not COMPUTED.search(name)]
     if unknown:
         raise ModelError(
@@ -384,9 +377,8 @@ def projector_alone(path: Path) -> dict[str, Stored]:
 
 
 def check_projector_names(names: Collection[str], model: Architecture, what: str) -> None:
-    """Raise ModelError if files hold a projector of another type than the model has. Parameters that are not a
-    projector's are left out; nothing is checked if no other is left. `what` is the setting that names the files, for
-    the message."""
+    """Raise ModelError if files hold a projector of another type than the model has. `names`: all parameters in the
+    files; without one of a projector nothing is checked. `what`: the setting that names the files."""
     got = {name for name in names if name.startswith(PROJECTOR_PREFIX)}
     wanted = {name for name in parameter_names(model) if name.startswith(PROJECTOR_PREFIX)}
     if not got or got == wanted:
@@ -405,8 +397,8 @@ def check_projector_names(names: Collection[str], model: Architecture, what: str
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:
-    """Raise ModelError if a parameter in a file has another shape than the model needs; dimension 0 may be larger with
-    `may_have_more_rows`."""
+    """Raise ModelError if a parameter's shape in a file is not `expected`; `may_have_more_rows`: dimension 0 may be
+    larger."""
     got = stored.shape
     if got == expected or (may_have_more_rows and got[:1] > expected[:1] and got[1:] == expected[1:]):
         return
@@ -431,8 +423,7 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
-    """Return a hash of the values of a LoRA adapter's base model, without the weights that are saved together with the
-    adapter.
+    """Return a hash of the values of a LoRA adapter's base model, without the weights that are saved with the adapter.
 
     Args:
         digests: of the base model's weights, by their names in the model with or without adapters.
@@ -462,6 +453,7 @@ def frozen_digests(
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
     shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if p.requires_grad is trained}
+    # the largest first, and then divided in turn, so that ranks read about as many bytes
     frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     with ThreadPoolExecutor(DIGESTING) as threads:
         names = frozen[rank::size]
@@ -518,7 +510,7 @@ def load_weights(
 
 def check_values(name: str, source: Stored, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Raise ModelError if values that were read for a parameter are not finite, or too large for one of the tensors
-    that they will be copied into. The values are in memory, so that the file is not read again."""
+    that they will be copied into. `source`: what they were read from; Drawn: they are random initial values."""
     if isinstance(source, Drawn) or not values.numel():
         return
     least, most = (float(end) for end in values.aminmax())  # both are NaN if a value is

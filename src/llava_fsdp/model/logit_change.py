@@ -76,8 +76,7 @@ class LogitChange:
         return self.factor == 1.0 and self.cap is None
 
     def apply(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the logits that are made from `output`, what the output layer returns, of any shape: it is multiplied
-        by the factor, and then capped by a tanh."""
+        """Return the logits of the output layer's `output` (any shape): times the factor, then capped by a tanh."""
         if self.factor != 1.0:
             output = output * self.factor
         return output if self.cap is None else torch.tanh(output / self.cap) * self.cap
@@ -140,7 +139,7 @@ def keys_that_change(language: PretrainedConfig) -> list[str]:
 
 
 def without_change(language: PretrainedConfig) -> dict[str, Any]:
-    """Return configuration values, by key, with which the class in transformers leaves the output layer's output
-    unchanged."""
+    """Return configuration values, by key, with which transformers' class leaves the output layer's output as it is."""
+    # WIDTH divides by hidden_size / value, and a cap of None is no cap; all others are factors
     neutral = {LogitOperation.WIDTH: language.hidden_size, LogitOperation.CAPS: None}
     return {row.key: neutral.get(meaning, 1.0) for row, meaning, _ in values_of(language)}

@@ -123,8 +123,9 @@ class OutputLayer(nn.Linear):
         collector: LossCollector | None = None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels, each times its weight, float32 scalar or, without labels, the
-        logits, float32 [labels, vocabulary]."""
+        """Return the sum of the losses of all labels, each times its weight, float32 scalar or, without `label_ids`,
+        the logits, float32 [labels, vocabulary]. `hidden`: [labels, width]; `collector` gets the loss of each label."""
+        # `change`: what the language model does to the product, such as scaling or capping the logits
         if label_ids is None:
             return self.change.apply(super().forward(hidden).float())
         labels = Labels(label_ids, weights)
@@ -134,12 +135,8 @@ class OutputLayer(nn.Linear):
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
     """Return the loss function that `loss.kernel` names: torch's, or the one of this module that computes the logits of
     a chunk at a time. `auto` is the one of this module, which was faster in all measurements. `compute_dtype` is the
-    dtype of the hidden states.
-
-    Raises:
-        ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16
-            bits, or the language model caps its logits.
-    """
+    dtype of the hidden states. Raises ConfigError with `loss.kernel=torch`, if the installed torch has no such kernel
+    or would round the loss to 16 bits, or if the language model caps its logits (`change`)."""
     if cfg.kernel is not LossKernel.torch:
         loss = recomputed_loss if compute_dtype == torch.float16 else chunked_loss
         return partial(loss, chunk_tokens=cfg.chunk_tokens)
@@ -177,8 +174,8 @@ def whole_loss(
 
 
 def summed_losses(logs: torch.Tensor, labels: Labels) -> torch.Tensor:
-    """Return the sum of the losses of labels, each times its factor, float32 scalar. `logs` are log-probabilities,
-    [labels, vocabulary]."""
+    """Return the sum of labels' losses times their factors, float32 scalar. `logs`: log-probabilities [labels,
+    vocabulary]."""
     if labels.weights is None:
         return functional.nll_loss(logs, labels.ids, reduction="sum")
     return (functional.nll_loss(logs, labels.ids, reduction="none") * factors(labels.weights)).sum()
@@ -190,8 +187,7 @@ def factors(weights: torch.Tensor) -> torch.Tensor:
 
 
 def record_losses(collector: LossCollector | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Append the loss of every label to the collector, if there is one. `logs` are log-probabilities, [labels,
-    vocabulary]."""
+    """Append each label's loss to the collector, if there is one. `logs`: log-probabilities [labels, vocabulary]."""
     if collector is not None:
         collector.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
 
@@ -205,11 +201,10 @@ def chunked_loss(
     part: VocabularyPart | None = None,
     change: LogitChange = UNCHANGED,
 ):
-    """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output of the output
-    layer is computed in the compute dtype and cast to float32. `hidden` is [labels, width]; `weight`, [vocabulary,
-    width], is the output layer's or, with `part`, this rank's rows of it: then all ranks that divide the vocabulary
-    must call this with the same labels. `collector` gets the loss of each label. `change` says how logits are made from
-    the output of the output layer.
+    """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output layer
+    computes in the compute dtype, and its output is cast to float32. `hidden` is [labels, width]; `weight`,
+    [vocabulary, width], is the output layer's or, with `part`, this rank's rows of it: all ranks that divide it must
+    then call this with the same labels. `collector` gets the loss of each label. `change` makes logits of that output.
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss`, which computes the logits
     of all labels at once, bit for bit.
@@ -266,9 +261,9 @@ class ChunkedLoss(torch.autograd.Function):
         settings: LogitSettings,
         collector: LossCollector | None,
     ):
-        """Return the sum of the labels' cross entropies, float32 scalar, from the logits of some labels (a chunk) at a
-        time. The gradients for an upstream gradient of 1 are computed at once, so that no logits are kept; `backward`
-        scales them."""
+        """Return the sum of the labels' cross entropies, float32 scalar, a chunk of labels at a time. `hidden`:
+        [labels, width]; `weight`: [vocabulary, width], this rank's rows. The gradients for an upstream gradient of 1
+        are computed here, so that no logits are kept; `backward` scales them."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         chunk_tokens, part = settings.chunk_tokens, settings.part
         count = len(labels.ids)
@@ -297,8 +292,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        """Return the gradients of `hidden` and `weight` that `forward` has computed, scaled in place by the upstream
-        gradient."""
+        """Return the gradients of `hidden` and `weight` from `forward`, scaled in place by the upstream gradient."""
         (scale,) = grad_outputs
         assert ctx.gradients is not None, "a chunked loss has one backward pass: its gradients are scaled in place"
         of_hidden, of_weight = ctx.gradients
@@ -336,7 +330,7 @@ def loss_and_gradient(
     """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
     [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its gradient with respect to
     the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None. With `settings.part`,
-    `weight` has this rank's rows of the vocabulary."""
+    `weight` has this rank's rows of the vocabulary. `settings.change`: how logits are made from that layer's output."""
     output = functional.linear(hidden, weight)
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
@@ -377,7 +371,7 @@ def loss_and_gradient_of_part(
     `part.largest` and `part.total` return the maximum and the sum over them.
 
     `logits` are float32 [labels, this rank's part of the vocabulary] and are overwritten: the gradient takes their
-    memory.
+    memory. `collector` gets the loss of each label, without the labels' weights; None: not wanted.
     """
     logits -= part.largest(logits.amax(1))[:, None]
     place = labels.ids - part.first
@@ -438,8 +432,8 @@ class LabelLosses(torch.autograd.Function):
         chunk_tokens: int,
         change: LogitChange,
     ) -> torch.Tensor:
-        """Return the cross entropy of each label, float32 [labels], from the logits of a chunk at a time; no logits are
-        kept."""
+        """Return the cross entropy of each label, float32 [labels], from the logits of one chunk at a time, which are
+        not kept. `change`: how logits are made from the output of the output layer."""
         ctx.save_for_backward(hidden, weight, label_ids)
         ctx.chunk_tokens, ctx.change = chunk_tokens, change
         collector = LossCollector()
@@ -472,7 +466,7 @@ def gradient_of_logits(
     """Return the gradient of a sum of cross entropies, each times a factor, with respect to the output of the output
     layer, [labels, vocabulary] in the dtype of `weight`: `hidden` is [labels, width], `weight` [vocabulary, width],
     `ids` int64 [labels], and `upstream` are the factors, float32 [labels]. They are multiplied in before the gradient
-    is rounded, because in fp16 they have the loss scale in them."""
+    is rounded, because in fp16 they have the loss scale in them. `change`: the model's factor and cap of the logits."""
     wide = functional.linear(hidden, weight).float()
     change.apply_in_place(wide)
     slope = change.slope(wide)
@@ -489,9 +483,9 @@ def torch_loss(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy. This kernel does not
-    return the losses of single labels, so nothing is appended to `collector`. `change` may have a factor, but no
-    cap."""
+    """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy, from hidden states
+    [labels, width] and the output layer's weight [vocabulary, width]. The kernel does not return the losses of single
+    labels, so nothing is appended to `collector`. `change` of the logits: it may have a factor, but no cap."""
     assert change.cap is None, "refused by choose_loss"
     assert labels.weights is None, "a dataset with weights between 0 and 1 is refused before the first step"
     if change.factor != 1.0:

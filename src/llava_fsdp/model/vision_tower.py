@@ -95,10 +95,8 @@ class Reached(Exception):
 def hidden_state(
     vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, last_layer: str | None
 ) -> torch.Tensor:
-    """Compute transformers' `hidden_states[select_layer]` of a vision tower, bit for bit, float [images, tokens,
-    width].
-
-    The layers, norms and heads after the selected layer do not run: an exception ends the forward pass.
+    """Compute transformers' `hidden_states[select_layer]` of a vision tower, bit for bit, [images, tokens, width]. The
+    layers, norms and heads after the selected layer do not run: an exception ends the forward pass.
 
     Args:
         pixels: [images, 3, size, size], in the vision tower's dtype.
@@ -124,9 +122,8 @@ def hidden_state(
 
 
 def selected_features(vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, probe: Probe) -> torch.Tensor:
-    """Compute the features of images that the projector gets: the hidden state `select_layer`, without the CLS token if
-    the probe says so, float [images, features, width]. `pixels` is [images, 3, size, size], in the vision tower's
-    dtype."""
+    """Return the features of images that the projector gets: the hidden state `select_layer`, without the CLS token if
+    the probe says so, float [images, features, width]. `pixels`: [images, 3, size, size] in the tower's dtype."""
     features = hidden_state(vision_tower, pixels, select_layer, probe.last_layer)
     return features[:, 1:] if probe.drops_cls else features
 
@@ -151,8 +148,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
     and `feature` are the settings `model.select_layer` and `model.select_feature`.
 
     Raises:
-        ConfigError: the vision tower has no layer `model.select_layer`, or no CLS token for
-            `model.select_feature=patch` to drop.
+        ConfigError: the vision tower has no such layer, or no CLS token for `model.select_feature=patch` to drop.
         ModelError: the vision tower does not compute one sequence of features for each image.
     """
     if vision.model_type in CACHES_TENSORS:

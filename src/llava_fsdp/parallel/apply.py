@@ -54,8 +54,7 @@ class ParallelModel:
 def apply_parallelism(
     model: Architecture, cfg: Config, parallelism: Parallelism, fill: Fill, counts: Sequence[float] | None = None
 ) -> ParallelModel:
-    """Divide, shard and compile a model on the meta device, in place, and load this rank's weights. Collective: all
-    ranks must call it.
+    """Divide, shard and compile a model on the meta device, in place, and load this rank's weights. Collective.
 
     Args:
         model: `requires_grad` must be set for what trains.

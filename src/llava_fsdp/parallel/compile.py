@@ -69,9 +69,9 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 def compiling_of_settings(
     cfg: Config, mode: ActivationCheckpointing, attention: Attention | None, device: str
 ) -> Compiling:
-    """Decide by the settings alone whether the language model's blocks are compiled, for a machine that has the
-    compiler and with this mode of activation checkpointing. `attention` is the kernel of packed rows, None if rows are
-    padded; `device` is `cuda` or `cpu`."""
+    """Decide by the settings alone whether the language model's blocks are compiled, on a machine that has the
+    compiler. `mode`: of activation checkpointing; `attention`: the kernel of packed rows, None for padded ones;
+    `device`: `cuda` or `cpu`."""
     if mode is ActivationCheckpointing.budget:
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
@@ -204,8 +204,7 @@ def compile_blocks(
     every batch has one row.
 
     Args:
-        budget: share of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`); None
-            keeps torch's default.
+        budget: share of a block's activations that is kept (torch's `activation_memory_budget`); None: torch's default.
         one_row: whether every batch has exactly one row.
     """
     backend = inductor_with(budget, count or Compilations())
@@ -284,7 +283,7 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
     """Return a torch.compile backend that counts the graphs, and compiles them with Inductor. `budget`: share of a
-    block's activations that is kept; None keeps torch's default."""
+    block's activations that is kept; None: torch's default."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Context manager that turns off dropout and gradients, and restores at its end training mode and the states of the
-    random generators of the CPU and of `device`. `stages`: this rank's stages, which are called in place of a model
-    that has stages."""
+    """Context manager that turns off dropout and gradients, and at its end restores training mode and the states of the
+    random generators of the CPU and of `device`. `stages`: this rank's stages, called in place of the model."""
     models = stages or [model]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -23,7 +22,7 @@ def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Modul
         finally:
             for model in models:
                 model.train()
-                forget_passes(model)
+                forget_passes(model)  # else the next backward pass would gather the weights of the evaluation again
 
 
 def forget_passes(model: nn.Module) -> None:

@@ -54,8 +54,7 @@ def share_experts(
 
     Args:
         modules: the modules that hold the experts of a layer.
-        mesh: all ranks with the dimensions (replicate, shard, expert) or (shard, expert). The ranks of a line along
-            `expert` share the experts.
+        mesh: all ranks, ([replicate,] shard, expert). The ranks of a line along `expert` share the experts.
         shards_frozen: whether FSDP shards frozen weights too. Frozen experts that it does not shard become DTensors of
             the whole mesh, so that it is known which ranks hold copies of them.
     """
@@ -108,8 +107,7 @@ class Exchange:
     def route(self, sent: torch.Tensor, total: int) -> Route:
         """Tell the other ranks how many rows they will get. A row is a token for one expert. Return how many rows this
         rank sends to each rank and gets from it, and the number of the expert, among this rank's, for each row that it
-        gets. The host waits for the device here, once in each layer, because it must know how much memory the rows
-        take.
+        gets. The host waits for the device here, once in each layer, to know how much memory the rows take.
 
         Args:
             sent: number of this rank's rows for each expert, int64 [ranks, experts of a rank].
@@ -174,6 +172,8 @@ def run_shared(
     own = module.num_experts // size
     experts = chosen.flatten()
     order = experts.argsort(stable=True)  # pairs of a token and a choice by expert, and so by rank
+    # `sent`: number of pairs for each expert, int64 [ranks, experts of a rank]; `route`: the numbers of rows that go to
+    # and come from each rank, and the expert of each row that comes
     sent = torch.zeros(size * own, dtype=torch.int64, device=experts.device)
     sent = sent.scatter_add(0, experts, torch.ones_like(experts)).view(size, own)
     route = exchange.route(sent, len(experts))

@@ -37,8 +37,7 @@ def return_freed_memory() -> None:
     """Make glibc return each block of 128 KiB or more to the system as soon as it is freed.
 
     Otherwise the heap gets holes, because FSDP gathers and frees units of different sizes in turn: with zero3, half of
-    a process's memory was measured to be holes. The price is time, because the system must provide new pages for every
-    large tensor.
+    a process's memory was measured to be holes. This takes time, as every large tensor needs new pages.
     """
     set_thresholds(SMALLEST, SMALLEST)
 
@@ -62,8 +61,7 @@ def set_thresholds(mmap: int, trim: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment sets
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY.
+    """Make oneDNN cache at most `KERNELS` compiled kernels, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY is set.
 
     oneDNN compiles a kernel for every shape and by default caches 1024 kernels. Rows of packed samples have new lengths
     in nearly every step, so that a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. To be called

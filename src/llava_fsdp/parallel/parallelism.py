@@ -33,12 +33,9 @@ class Parallelism:
 
     @classmethod
     def of(cls, cfg: Config, world: World) -> Self:
-        """Create the parallelism of a training with its device meshes. Collective: all ranks must call it.
-
-        Raises:
-            ConfigError: `sharding.shard_size` or a key of `parallel` does not divide the number of ranks, or the
-                installed torch is too old for it.
-        """
+        """Create the parallelism of a training with its device meshes. Collective: all ranks must call it. Raise
+        ConfigError if `sharding.shard_size` or a key of `parallel` does not divide the number of ranks, or torch is too
+        old."""
         plan = SHARD_PLANS[cfg.sharding.strategy]
         return cls(world, cfg.parallel, plan, make_meshes(world, plan, cfg))
 
@@ -110,8 +107,7 @@ class Parallelism:
 
 
 def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
-    """Create the device meshes of a training. A single rank has none, unless `offload` moves weights, for which FSDP is
-    used.
+    """Create the device meshes of a training; none for one rank, unless `offload` moves weights, which FSDP does.
 
     Args:
         world: this rank's device, and the number of ranks.

@@ -76,13 +76,9 @@ SHARD_PLANS: dict[Strategy, ShardPlan] = {
 
 
 def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
-    """Set whether FSDP reduces gradients and frees weights in the backward pass of the micro-batch that begins. Does
-    nothing for a model without FSDP.
-
-    Args:
-        plan: the FSDP2 settings of the sharding strategy.
-        is_last: whether this is the last micro-batch of the optimizer step.
-    """
+    """Set whether FSDP reduces gradients and frees weights in the backward pass of the micro-batch that begins, as
+    `plan` says (settings of the sharding strategy). `is_last`: whether it is the last micro-batch of the optimizer
+    step. Does nothing for a model without FSDP."""
     if not isinstance(model, FSDPModule):
         return
     # the other value of `gradient_sync` is FSDP's default: gradients are reduced in every micro-batch

@@ -8,10 +8,9 @@ from llava_fsdp.parallel.tensor.tensor_parallel import reduction
 
 
 def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism, compiles: bool) -> list[Router]:
-    """Return the routers of a whole language model whose outputs are to be kept by hooks; empty if there are none, or
-    if this is not possible: with `parallel.context`, where a rank has only a part of each sample, and with compiled
-    blocks under selective activation checkpointing, whose graph a hook would break. `compiles`: whether blocks will be
-    compiled."""
+    """Return the routers of a language model whose outputs are to be kept by hooks; empty if there are none or it is
+    not possible: with `parallel.context`, where a rank has only a part of each sample, and under selective activation
+    checkpointing with compiled blocks (`compiles`), whose graph a hook would break."""
     is_hidden = compiles and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
     return [] if is_hidden or parallelism.meshes.context is not None else find_routers(model.language)
 
@@ -19,8 +18,7 @@ def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism,
 def watch_routers(
     model: Architecture, routers: list[Router], has_balance_loss: bool, parallelism: Parallelism, compiles: bool
 ) -> RouterOutputs | None:
-    """Install hooks on the routers that this rank has, and return the object that keeps the routers' outputs; None
-    without routers.
+    """Install hooks on the routers that this rank has, and return what keeps their outputs; None without routers.
 
     Args:
         routers: the routers of the whole language model.

@@ -58,12 +58,9 @@ which would keep the command from training."""
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = (), line: StageLine | None = None) -> None:
     """Print predicted memory and time for all strategies and modes of activation checkpointing and offload, and the
-    command that trains with the fastest that fit. `typed`: the user's command-line arguments. Those that `train` takes,
-    too, are copied into the printed command.
-
-    Raises:
-        ModelError: the model cannot be computed on the meta device.
-    """
+    command that trains with the fastest that fit. `typed`: the user's command-line arguments; those that `train` takes,
+    too, are copied into the printed command. `line` shows the progress. Raises ModelError if the model cannot be
+    computed on the meta device."""
     with explained_model_errors():
         print_plan(cfg, typed, line or StageLine("plan"))
 
@@ -98,11 +95,8 @@ class MadePlan:
 
 def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
     """Return the predictions for all combinations of strategy, activation checkpointing and offload, the best first.
-    With `parallel.search`, the predictions are those of the best layouts of ranks. Nothing is printed.
-
-    Raises:
-        ModelError: the model cannot be computed on the meta device.
-    """
+    With `parallel.search`, they are those of the best layouts of ranks. Nothing is printed. Raises ModelError if the
+    model cannot be computed on the meta device."""
     with explained_model_errors():
         machine = with_measured_speed(machine_named(cfg.gpu, cfg.gpus))
         cfg, _ = with_fp16(cfg, machine, ())
@@ -158,7 +152,6 @@ def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> 
 
     Args:
         cfg: without `auto` for precision and packing.
-        parts: configurations of the model's parts.
         watch: shows the progress.
     """
     world_size = cfg.gpus * cfg.nodes

@@ -19,11 +19,7 @@ SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
 
 def shapes_of(cfg: ModelConfig) -> Parts:
     """Read the configurations of a model's parts from the folders that `cfg` names or, if these do not exist, from the
-    copies that this package ships.
-
-    Raises:
-        ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
-    """
+    copies that this package ships. Raise ConfigError if there is neither, as a plan downloads nothing."""
     shipped = SHAPES / str(cfg.checkpoint).replace("/", "--")
     whole = next((path for path in (Path(str(cfg.checkpoint)), shipped) if path.is_dir()), None)
     if whole is not None:

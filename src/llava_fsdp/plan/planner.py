@@ -179,8 +179,7 @@ class Planner:
 
         Args:
             samples: mean sizes of samples; None: read from the dataset's report or, without one, those of LLaVA's data.
-            parts: configurations of the model's parts; None: read from the folders that `cfg` names, or from this
-                package.
+            parts: configurations of the model's parts; None: read from the folders of `cfg` or from this package.
         """
         cfg, _ = settle_precision(cfg, [machine.has_bf16], machine.device)
         self.cfg = cfg
@@ -251,11 +250,8 @@ class Planner:
         return weights_of(self.model, parts_of(self.model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel)
 
     def with_layout(self, cfg: Config) -> Self:
-        """Return a planner of the same model with other kinds of parallelism, which shares all measured values.
-
-        Raises:
-            ConfigError: the model cannot be divided in this way.
-        """
+        """Return a planner of the same model with other kinds of parallelism, which shares all measured values. Raise
+        ConfigError if the model cannot be divided in this way."""
         other = copy.copy(self)
         cfg, _ = settle_precision(cfg, [self.machine.has_bf16], self.machine.device)
         other.cfg = cfg
@@ -285,6 +281,7 @@ class Planner:
     def how(self) -> ContextHow:
         """How attention exchanges tensors between the ranks that process a row together."""
         parallel = self.cfg.parallel
+        # `how` is the same for every rank of a row, such as number 0
         return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, self.tensor).how
 
     def gathered_for_attention(self, micro: MicroBatchSizes) -> int:
@@ -299,8 +296,9 @@ class Planner:
     def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatchSizes]]) -> list[MicroBatchSizes]:
         """Return the micro-batches whose activation memory is measured, to interpolate that of others: the smallest one
         of all splits, and 16, 256, ... times as many tokens, up to the largest split. Layouts of ranks have most of
-        these in common, so that a search measures few. Empty if each micro-batch must be measured. `splits`: ways to
-        split a step into micro-batches, those with the largest micro-batches first."""
+        these in common, so that a search measures few. Empty if each micro-batch must be measured: all have one size,
+        or attention's memory grows with the square of the length. `splits`: ways to split a step into micro-batches,
+        those with the largest micro-batches first."""
         small, large = splits[-1][0], splits[0][0]
         if self.grows_with_square or small.tokens == large.tokens:
             return []
@@ -309,6 +307,7 @@ class Planner:
         sizes, times = [small], 1
         while sizes[-1].tokens < large.tokens:
             times *= 16
+            # `small.length` is one rank's part of a row, which `small.context` ranks process together
             rows, length = small.rows, small.length * small.context
             if self.cfg.packs:
                 sizes.append(packed_row(self.samples, times * length, small.context))
@@ -324,12 +323,8 @@ class Planner:
     def segments(
         self, mode: ActivationCheckpointing, micro: MicroBatchSizes, compiled: bool | None = None
     ) -> list[PassSegment]:
-        """Measure the activation memory of a micro-batch, or return what was measured before.
-
-        Args:
-            mode: `none`, `full` or `selective`.
-            compiled: whether blocks are compiled; None: as the training does in this mode.
-        """
+        """Measure the activation memory of a micro-batch, or return what was measured before. `mode`: `none`, `full` or
+        `selective`; `compiled`: whether blocks are compiled; None: as the training does in this mode."""
         compiled = self.compiles(mode) if compiled is None else compiled
         # `self.cut`: how many ranks share rows, layers and experts
         key = self.cut, compiled, mode, micro
@@ -434,8 +429,8 @@ class Planner:
         Args:
             ranks: numbers of ranks of the training.
             micros: what a rank runs in a step.
-            between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, that
-                of each of `micros` is measured.
+            between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, each
+                of `micros` is.
             rank: the rank whose memory is computed; None: the first one of the group that needs the most.
         """
         parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
@@ -520,18 +515,19 @@ class Planner:
         """Return how many ranks hold the same part of the model as one rank does (the same stages, and the same parts
         of their layers): in all, in a group that shards together, and on a node."""
         layout = RankLayout(self.cfg.parallel, ranks.world_size)
+        # of the ranks of a node, `shard_size` counts those with the same part, since no `sharding.shard_size` is given
         copies, node = layout.num_copies, layout.shard_size(None, ranks.node_size)
         return RankCounts(copies, min(ranks.shard_size, copies), node)
 
     def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, idle_spread: int | None = None) -> float:
-        """Predict the seconds of a step, without predicting the memory that it needs.
+        """Predict the seconds of a step, those of the pipeline ranks that need longest, without predicting the memory.
 
         Args:
             micros: the micro-batches that a rank runs in the step.
-            idle_spread: number of micro-batches over which the idle time of a pipeline is spread; None: that of
-                `micros`.
+            idle_spread: number of micro-batches over which a pipeline's idle time is spread; None: that of `micros`.
         """
-        # One group of each kind is enough. Its list is cached, so that its id can be a part of the key.
+        # Groups (ranks with the same part of the model) of one kind take equally long. `groups` is cached, so that its
+        # id can be a part of the key.
         groups = self.groups(choice)
         kinds = self.cached(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
         return max(self.step(choice, ranks, micros, group, idle_spread)[0].seconds for group in kinds)
@@ -542,7 +538,10 @@ class Planner:
         """Predict the time of a step and what a rank receives in it, for the ranks of one group of a pipeline.
 
         Args:
+            choice: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: what a rank runs in a step.
+            group: what the ranks have of the model; without a pipeline, all of it.
             idle_spread: number of micro-batches over which the idle time of a pipeline is spread; None: that of
                 `micros`. A larger one gives a lower bound for all numbers of micro-batches up to it.
         """
@@ -637,6 +636,7 @@ class Planner:
             for micro in set(run)
         }  # fmt: skip
         stored = self.held(choice, ranks, rank, group)
+        # `input_bytes`: (bytes for the whole step, bytes of each micro-batch); only the first stage gets images
         kept, _ = self.input_bytes(micros)
         _, inputs = self.input_bytes(micros if group.has_first else [replace(m, tiles=0) for m in micros])
         buffers = self.buffer_bytes + kept
@@ -715,7 +715,7 @@ class Planner:
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def mixtures(self, group: Group) -> int:
-        """Return how many of a group's blocks have experts."""
+        """Return how many blocks of a group (the part of the model that one rank of a pipeline has) have experts."""
         stack = find_blocks(self.model.language)
         key = group, "mixtures"
         return self.cached(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
@@ -792,7 +792,7 @@ class Planner:
                 self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between, compiled), rank)
                 for end in (ActivationCheckpointing.none, ActivationCheckpointing.full)
             )
-            # but it never runs a collective again
+            # what attention receives from other ranks stays: the partitioner never repeats a collective
             least.worst["activations"] += max(map(self.gathered_for_attention, micros))
             least.worst["activations"] = min(least.worst["activations"], most.worst["activations"])
             share = choice.activation_checkpointing.budget or 0.0
@@ -821,14 +821,14 @@ class Planner:
         world_size, shard_size = ranks.world_size, ranks.shard_size
         group = self.groups(choice)[0]
         stored = self.held(choice, ranks, rank, group)
-        kept, inputs = self.input_bytes(micros)
+        kept, inputs = self.input_bytes(micros)  # bytes of inputs: held for the whole step, held by each micro-batch
         states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
         # a single rank uses FSDP only if it has parts of layers, or offloads weights
         if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
         is_away = not states.gradients  # the shards' gradients are offloaded
-        passes_through = is_away and self.machine.device != "cpu"
+        passes_through = is_away and self.machine.device != "cpu"  # offloaded shards are copied to the device first
         units = self.units(group, choice, shards, is_away, passes_through)
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
@@ -842,13 +842,15 @@ class Planner:
         """
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
-        if offload is OffloadMode.optimizer:  # during the step, the moments pass through two buffers on the device
+        # during the step, the moments pass through two buffers on the device, neither larger than all moments
+        if offload is OffloadMode.optimizer:
             return States(stored.parameters, stored.gradients, 0, buffers, min(STREAMED, 2 * stored.optimizer))
         # `params` and `nvme` offload all weights but frozen ones that FSDP does not shard
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
         """Return the bytes of frozen weights that the sharding strategy leaves whole on every rank."""
+        # `gathered`: elements of a weight that a rank has once FSDP has gathered it
         # `whole`: stays unsharded, if it is frozen, under every strategy
         return sum(
             w.gathered * w.item_size(self.cfg.precision)
@@ -859,6 +861,7 @@ class Planner:
     def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
         """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk. `stored`
         are the bytes that a rank holds in all, on the device or offloaded."""
+        # frozen weights that are not sharded stay on the device
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
             return 0, states
@@ -867,15 +870,15 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatchSizes]) -> tuple[int, tuple[int, ...]]:
-        """Return (the bytes of inputs that are held for the whole step, for each micro-batch the bytes of those that
-        are held while it runs). Inputs are pixels, and int64 numbers: the id and position of each token, the place and
-        row of each image token, the position and id of each label. An image token that is a weighted sum has the rows
-        and fp32 weights of four features.
+        """Return (the bytes of inputs held for the whole step, for each micro-batch of `without_repeats` the bytes of
+        those held while it runs). Inputs are pixels, and int64 numbers: the id and position of each token, the place
+        and row of each image token, the position and id of each label. An image token that is a weighted sum has the
+        rows and fp32 weights of four features.
 
         A GPU holds only the micro-batch that runs, with pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
         """
-        run = without_repeats(micros)
+        run = without_repeats(micros)  # those that can decide the peak: the first, and one of each size that follows
         if (images := self.images) is not None:  # its processor gives pixels in fp32, to a CPU machine too
             if self.machine.device != "cpu":
                 return 0, tuple(images.input_bytes(micro) for micro in run)
@@ -896,8 +899,7 @@ class Planner:
 
 def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]:
     """Return (the number of trainable parameters that a rank has when FSDP has gathered them, the number that it
-    updates). `shards`: number of ranks over which FSDP shards weights; experts that ranks share have their own
-    number."""
+    updates). `shards`: number of ranks over which FSDP shards weights other than shared experts."""
     trained = [weight for weight in weights if weight.trainable]
     return sum(w.gathered for w in trained), sum(w.gathered / w.own_shards(shards) for w in trained)
 

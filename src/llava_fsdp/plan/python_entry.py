@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 
 def plan(cfg: Config, gpus: int = 1, nodes: int = 1, gpu: str = "auto") -> list[PlanRow]:
-    """Predict memory and time of the ways to run a training. Return them, the best first; what fits has `fits`.
-
-    Args:
-        gpus: number of ranks on each node.
-        gpu: name of a GPU, as for `llava-fsdp plan`; auto: that of this machine.
+    """Predict memory and time of the ways to run a training. Return the predictions, the best first; `fits` of each
+    says whether it fits into memory. `gpus`: number of ranks on each node. `gpu`: name of a GPU, as for `llava-fsdp
+    plan`; auto: that of this machine.
 
     Raises:
         ConfigError: the GPU is not known, or no layout of so many ranks is possible.

@@ -55,8 +55,7 @@ def samples_of(cfg: Config, rule: ImageRule) -> Samples:
     LLaVA's instructions have 840 tokens per sample: 300 of text, and 0.94 images of 576 tokens. 624,610 of the 665,298
     records of llava_v1_5_mix665k have an image (LLaVA #657); NeMo's packed run of the same file implies at most 847
     tokens (docs/source/multimodal/mllm/sequence_packing.rst). The numbers of label tokens and the spread are estimates.
-    A caption of LLaVA has an image and about 20 tokens of text. Where the tokens of an image depend on its size, images
-    are assumed to have PHOTO pixels.
+    A caption of LLaVA has an image and about 20 tokens of text. Images have PHOTO pixels, where their size matters.
     """
     path = Path(cfg.data.index_folder) / REPORT
     if cfg.data.source is not Source.shapes:
@@ -83,8 +82,7 @@ def tiles_and_tokens_of_photo(rule: ImageRule) -> tuple[int, int]:
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageRule) -> Samples:
     """Return mean sample sizes from the report of a dataset's index. `path` is the report's file, which the result
     names as its source. Reports of older versions do not count image tiles and image tokens: their images are assumed
-    to have the size `PHOTO`. If the dataset was prepared for a model with another number of tokens for each image, the
-    lengths are corrected.
+    to have the size `PHOTO`. Lengths are corrected if the dataset was prepared with another number of tokens an image.
 
     Raises:
         KeyError, TypeError, ValueError: the report has another structure.
@@ -125,15 +123,14 @@ def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | Non
 
 def samples_in(records: Records, rule: ImageRule | None) -> Samples:
     """Return the mean sizes of the samples that a training makes from these records. If the index does not count image
-    tokens, `rule` gives the tokens of an image; it is None for a model without tiles, in which each image token counts
-    as a tile."""
+    tokens, `rule` gives an image's; it is None for a model without tiles, where each image token counts as a tile."""
     count, image_tokens = len(records), records.image_tokens
     tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
     each = tokens_of_a_tile(tiles, None if image_tokens is None else total_of(image_tokens), rule)
     # in blocks, because a copy of the whole column with more bits takes gigabytes for 100 million records
     blocks = (records.lengths[at : at + BLOCK].astype(np.int64) for at in range(0, count, BLOCK))
     squares = sum(int(np.square(block).sum()) for block in blocks)
-    spread = max(1.0, math.sqrt(squares * count - tokens**2) / count)
+    spread = max(1.0, math.sqrt(squares * count - tokens**2) / count)  # standard deviation of the lengths
     return Samples(tokens / count, tiles / count, labels / count, spread, f"{count:,} records", each, count)
 
 
@@ -148,8 +145,7 @@ def most_tokens(samples: Samples, count: float) -> int:
 
 def micro_batch(samples: Samples, rows: int, length: int, count: int, context: int = 1) -> MicroBatchSizes:
     """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens. If `context` ranks
-    process a row together, the sizes are those of the last rank's part, which needs the most memory if attention
-    gathers keys."""
+    process a row together, the sizes are those of the last rank, which needs the most memory if it gathers keys."""
     part = math.ceil(length / context)
     part += part % 2 if context > 1 else 0  # gathered keys need two chunks of equal length
     tokens = rows * part
@@ -175,6 +171,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     """
     # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
+    # samples of a step for each group of ranks that process the same rows
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     splits: dict[MicroBatchSizes, list[MicroBatchSizes]] = {}
     if not cfg.packs:
@@ -204,6 +201,7 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
     # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
+    # samples of a step for each group of ranks that process the same rows
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
@@ -213,6 +211,7 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
         size = cfg.micro_batch_size
         tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, most_tokens(samples, size)))
         return [micro_batch(samples, 1, tokens, size)] * rounded(max(1, math.ceil(per_rank / size)))
+    # `most_tokens` estimates the tokens of random samples: three standard deviations above their mean
     most = max(cfg.data.sample_tokens, most_tokens(samples, per_rank))
     count = rounded(max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens)))
     tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, math.ceil(most / count)))

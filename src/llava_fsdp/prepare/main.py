@@ -52,11 +52,12 @@ def prepare(cfg: PrepareConfig) -> None:
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
     cfg = with_template(cfg, parts)
-    cfg, _ = settle_precision(cfg, [has_bf16(torch.device("cpu"))], "cpu")
+    cfg, _ = settle_precision(cfg, [has_bf16(torch.device("cpu"))], "cpu")  # replaces `auto` by dtypes
     model = build_architecture(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
-    sources_of(cfg.data)
-    # called last, because it would also print the errors of the lines above, which end this command
+    sources_of(cfg.data)  # raises an error if a file is missing
+    # warns if a training would refuse this configuration. Called last, because it would also print the errors of the
+    # lines above, which end this command. The remark says if a projector is still to be trained
     remark = warn_if_refused(typed)
     if cfg.verify:
         return verify(cfg, encoding)
@@ -85,12 +86,9 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource]) -> None:
-    """Check that the indexes match the files of the datasets; print a line for each, or one JSON object. `encoding` is
-    the encoder, which makes token ids of records, and the reader of their images.
-
-    Raises:
-        DataError: samples or images have changed since an index was made; the message names them.
-    """
+    """Check that the indexes match the files of the datasets; print a line for each, or one JSON object. Raises
+    DataError, which names them, if samples or images have changed since an index was made. `encoding`: the encoder,
+    which makes token ids of records, and the reader of their images."""
     (encoder, reader), results = encoding, {}
     workers = cfg.prepare.workers or read_host().usable_cores
     for name, dataset in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
@@ -98,7 +96,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource]) -> None:
         records, images = verify_index(Plan(dataset.data, encoder, reader, workers), watch)
         results[name] = {"index": str(dataset.data.index_folder), "records": records, "images": images}
     if cfg.format is Format.json:
-        print(json.dumps(results.pop("") | results))
+        print(json.dumps(results.pop("") | results))  # the entries of the training data, and `val` as one more entry
         return
     for one in results.values():
         print(f"{one['records']:,} records and {one['images']:,} images are what the index {one['index']} was made of")

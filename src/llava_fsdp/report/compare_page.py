@@ -68,10 +68,10 @@ def best_of(runs: list[RunRecord]) -> tuple[int | None, str]:
 
 
 def charts(runs: list[RunRecord]) -> Iterator[Chart]:
-    """Yield a chart for each metric, with one line for each run. The bands from least to greatest value are left out,
-    as they would cover other runs."""
+    """Yield a chart for each metric, with one line for each run. Bands from least to greatest value would cover other
+    runs, and are left out."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
-    # how many points each curve may have, so that the page does not become too large
+    # most points of a curve, so that the page does not become too large; 2: the curves of validations below
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
         lines = []
@@ -102,12 +102,11 @@ def differences(runs: list[RunRecord]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Return a row (key, its value in each run as text) for each key whose value differs between runs.
+    """Return a row (key, its value in each run as text) for each key, except those `ignored`, that differs in value.
 
     Args:
         trees: for each run, its values by key; empty if they are unknown.
         overrides: for each run, the values that its sweep sets. They are compared if the run's values are unknown.
-        ignored: keys that are not compared.
     """
     overrides = overrides or [{} for _ in trees]
     rows = []

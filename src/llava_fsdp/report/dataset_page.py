@@ -27,8 +27,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
     """Return the report page of a dataset as HTML.
 
     Args:
-        report: content of report.json, the statistics of the dataset. Its entries `sources` and `files` have an object
-            with the counts of each data source or file.
+        report: content of report.json. Its `sources` and `files` have an object of counts for each data source or file.
         examples: samples to show as a model is trained on them.
     """
     out = report["left_out"]
@@ -54,8 +53,8 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 
 
 def sources(report: dict[str, Any]) -> Iterator[str]:
-    """Yield HTML tables of the data sources in report.json (`report`) and, if a source has several files, of all files,
-    the worst first."""
+    """Yield HTML tables of the data sources in report.json (`report`) and, if one has several files, of all files, the
+    worst first."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
     rows = ([own["name"], own["file"], *cells_of(own), *(own[name] for name in more)] for own in report["sources"])
     yield table(["source", "file", *COLUMNS, *with_spaces(more[:-1]), "folder of images"], rows)

@@ -118,8 +118,7 @@ def example_body(number: int, example: Example) -> str:
 
 
 def part_body(part: Text | Images | Gap) -> str:
-    """Return a part of a sample as HTML: text, highlighted if it has labels; the tiles of an image or video; or a line
-    about tokens that are left out (`Gap`)."""
+    """Return a part of a sample as HTML: a text, an image's or video's tiles, or a line on omitted tokens (`Gap`)."""
     match part:
         case Gap():  # images are only named if there are some among the tokens
             what_is_hidden = [plural(part.labels, "label"), *[plural(part.images, "image")][: part.images]]

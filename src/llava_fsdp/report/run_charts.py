@@ -50,8 +50,7 @@ def figures(charts: Iterable[Chart]) -> str:
 
 
 def charts_of(run: RunRecord) -> Iterator[Chart]:
-    """Yield the charts of a run; the first is the loss. `marks` of a chart are the steps at which the run was started
-    again."""
+    """Yield the charts of a run, the loss first. `marks` of a chart: steps at which the run was started again."""
     history = run.history
     sources = dict(history.largest_sources(MOST_SOURCES))
     most_points = points_each(len(history.curves) + len(sources))

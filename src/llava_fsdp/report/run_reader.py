@@ -80,6 +80,7 @@ class RunRecord:
     @property
     def num_lost(self) -> int:
         """Number of steps without a row in metrics.jsonl, because the file was truncated or damaged."""
+        # `history.step`: number of the last step; `history.steps`: number of rows
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
@@ -112,8 +113,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
     Args:
         name: name of the training on pages; None: the last two parts of the folder's path.
-        is_own: whether this process runs, or ran, the training. If not, the folder's lock is checked, which shows
-            whether the training was killed.
+        is_own: whether this process runs, or ran, the training. If not, the folder's lock shows whether it was killed.
         window: number of steps over which the last loss and the lowest loss are averaged.
 
     Raises:
@@ -181,14 +181,14 @@ def read_job(path: Path) -> dict[str, Any]:
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
     """Read the training of a job of a sweep from its folder. It has no metrics if the folder cannot be read, or if the
-    job ended before its first step: then the folder may hold an earlier run with other overrides (`has_own_run` is
-    false). `job`: content of its job.json; `name`: its name on pages."""
+    job ended before its first step (`has_own_run` is false): then the folder may hold an earlier run with other
+    overrides. `job`: content of its job.json; `name`: its name on pages."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = RunRecord(folder, name, status=status)
     if job.get("has_own_run", True):
         try:
             run = read_run(folder, name, window=max(1, job.get("last_steps") or WINDOW))
-        except LlavaFsdpError as error:
+        except LlavaFsdpError as error:  # a ConfigError only says that the job wrote no run, which its status shows
             status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
     run.overrides = parse_overrides(job["overrides"])
     run.metric = str(job.get("metric") or "loss")
@@ -197,8 +197,8 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Return a name for each job of a sweep, given as (number, Hydra overrides): its number, and those of its overrides
-    that not all jobs have."""
+    """Return a name for each job (number, Hydra overrides) of a sweep: its number, and those of its overrides that not
+    all jobs have."""
     overrides_of_jobs = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}"

@@ -65,8 +65,8 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier_answers(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, text) of the latest MOST_EARLIER earlier answers to the same question. Of equal answers in a row,
-    the first is returned. `rows`: all rows of validation.jsonl that have answers; the last row has `answer`."""
+    """Return (step, text) of the latest MOST_EARLIER earlier answers to the same question. The first of equal answers
+    in a row is returned. `rows`: all rows of validation.jsonl that have answers; the last row has `answer`."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:

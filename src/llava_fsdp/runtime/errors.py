@@ -26,8 +26,7 @@ class LlavaFsdpError(Exception):
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """Add details of the cause (record, image, key, file, ...), which are written into `run_status.json`; return
-        the error."""
+        """Add details of the cause (record, image, key, file, ...) for `run_status.json`; return the error."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
@@ -73,13 +72,9 @@ class DataError(LlavaFsdpError):
     ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
-        """Create the error about a wrong file or record of a dataset.
-
-        Args:
-            kind: the kind of problem of a record, one of the names in `data/problems.py`; None if the error is not
-                about a record. With a kind, line breaks in the message are escaped, because it contains names and
-                values from the record.
-        """
+        """Create the error about a wrong file or record of a dataset. `kind`: the kind of problem of a record, a name
+        in `data/problems.py`; None if the error is not about a record. With a kind, line breaks in the message are
+        escaped, because it contains names and values from the record."""
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
 

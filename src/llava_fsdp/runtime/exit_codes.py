@@ -30,8 +30,7 @@ class Ending:
     @property
     def is_stop(self) -> bool:
         """Whether a run that ends in this way was asked to end, by its user or by torchrun. Its ranks then need not end
-        torchrun: a user's request has reached it too, and torchrun stops ranks only to restart them with more
-        machines."""
+        torchrun: a user's request has reached it too, and it stops ranks only to restart them."""
         return self.name in ("stopped", "interrupted")
 
 

@@ -8,12 +8,10 @@ import tempfile
 
 def ensure_home() -> str | None:
     """Set HOME and USER, here and in child processes, if HOME is not set and the system does not know this user.
-    Otherwise `expanduser` and `getuser`, and with them torch and other libraries, fail or write into a folder named
-    `~`.
+    Otherwise `expanduser`, `getuser`, and with them torch and others, fail or write into a folder named `~`.
 
     Returns:
-        The new home folder, which only this user can read: the same in all commands. None if the user has a home folder
-        already.
+        The new home folder, which only this user can read: the same in all commands. None if the user has one already.
     """
     user = os.getuid()
     if os.environ.get("HOME") or is_known_user(user):

@@ -5,7 +5,6 @@ import json
 
 
 def derive(*purpose: str | int) -> int:
-    """Return a 63-bit seed that depends only on the arguments, which say what it is for: the same on every machine and
-    in every version of this package."""
+    """Return a 63-bit seed that depends only on what it is for (`purpose`), not on machine or package version."""
     digest = hashlib.sha256(json.dumps(purpose).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

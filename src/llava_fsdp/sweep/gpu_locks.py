@@ -73,8 +73,7 @@ def devices_here() -> list[Device]:
 
 def check_devices(devices: list[Device], count: int) -> None:
     """Raise ConfigError if a training with `count` ranks needs more devices than there are, or several MIG instances,
-    between which ranks cannot communicate. Nothing is checked if `devices` is empty: they are unknown, or not
-    locked."""
+    between which ranks cannot communicate. Empty `devices` (unknown, or not locked) are not checked."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -97,12 +96,10 @@ def locking_devices(
         devices: the devices of this machine; empty if they are unknown or not to be locked.
         count: number of devices that the training needs.
         name: name of the training, for log messages.
-        stop_level: function that returns 0 while the sweep goes on, and more once the user has asked to stop it. Then
-            waiting ends.
+        stop_level: returns 0 while the sweep goes on, more once the user has asked to stop it; then waiting ends.
 
     Yields:
-        The locked devices, and the file descriptors of their locks; both empty if waiting ended, or if `devices` is
-            empty.
+        The locked devices, and the file descriptors of their locks; both empty if waiting ended or `devices` is empty.
     """
     if not devices:
         yield [], []
@@ -125,8 +122,7 @@ def locking_devices(
 
 def lock_free_devices(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
     """Lock the first `count` free devices, and return them with the file descriptors of their locks; empty if fewer are
-    free. Only one process at a time can do this: otherwise two trainings could each lock half of the devices and wait
-    for the other half."""
+    free. One process does this at a time, as two trainings could each lock half of the devices."""
     with contextlib.ExitStack() as stack:
         entry = open_lock(folder / "door")
         stack.callback(os.close, entry)

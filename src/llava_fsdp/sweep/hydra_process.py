@@ -22,9 +22,8 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 
 def main() -> None:
-    """Run all trainings, write and print their results, and exit. The first two arguments in `sys.argv` are the path of
-    the stop file, in which a request to stop the sweep is written, and the sweep's folder (empty for a single
-    training); Hydra's arguments follow."""
+    """Run all trainings, write and print their results, and exit. `sys.argv` has the path of the stop file, in which a
+    request to stop the sweep is written, the sweep's folder (empty for a single training), and Hydra's arguments."""
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
@@ -39,12 +38,8 @@ def main() -> None:
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
-    """Run all jobs of a sweep with Hydra.
-
-    Returns:
-        The jobs that ran in this process (Hydra's launcher may run others elsewhere), whether all jobs succeeded, and
-            Hydra's error messages.
-    """
+    """Run all jobs of a sweep with Hydra. Return the jobs that ran in this process (Hydra's launcher may run others
+    elsewhere), whether all jobs succeeded, and Hydra's error messages."""
     jobs: list[Job] = []
     errors = io.StringIO()
 
@@ -83,8 +78,7 @@ def exit_as_jobs_ended(jobs: list[Job], succeeded: bool, was_stopped: bool, erro
         jobs: the jobs that have run.
         succeeded: whether Hydra raised no error.
         was_stopped: whether the user has stopped the sweep.
-        errors: Hydra's error messages. Without a traceback, and before the first job, they are about a mistake of the
-            user.
+        errors: Hydra's messages. Without a traceback, and before the first job, they are about a mistake of the user.
     """
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:

@@ -75,8 +75,7 @@ class Job:
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs in a sweep's folder, ordered by number. A job still recorded as `running` was killed: its status
-    becomes `lost`."""
+    """Read the jobs in a sweep's folder, by number. One still recorded as `running` was killed: it becomes `lost`."""
     jobs = []
     for path in job_files(folder):
         try:
@@ -95,8 +94,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
     """Run a job (one training of a sweep) to its end, and return how it ended. A failure is logged and recorded, not
-    raised. `node`: the training's configuration, as Hydra composed it. `stop`: tells whether the user has stopped the
-    sweep."""
+    raised. `node`: its configuration, composed by Hydra. `stop`: tells whether the user has stopped the sweep."""
     if not log().handlers:  # this is a new process that Hydra's launcher started for the job
         setup_logging()
     settings = HydraConfig.get()
@@ -111,7 +109,7 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
         private=private,
     )
     job.write()
-    if not stop.is_main():
+    if not stop.is_main():  # only the process that runs Hydra takes signals, and asks the jobs to stop by a file
         ignore_signals()
     began_at = time.monotonic()
     try:
@@ -156,8 +154,7 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
     next one (`has_own_run`), also record its results so far; otherwise its folder may have those of an earlier run.
 
     While the sweep stops (`is_stopping`), two kinds of jobs are recorded as stopped, so that they continue when the
-    sweep is started again: those that had not begun, and those that ended with exit code 1, as they do if they are
-    killed before they record an exit code.
+    sweep is started again: those not begun, and those that ended with exit code 1, as if killed before they record one.
     """
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:

@@ -46,9 +46,8 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """Return the sweep's output folder; None for a single training (without `-m`). Results of an earlier sweep in it
-    are removed. If the user gave no folder, one is chosen and added to `sys.argv`, so that every launcher of Hydra uses
-    the same."""
+    """Return the sweep's output folder, in which results of an earlier sweep are deleted; None without `-m` (a single
+    training). If the user gave no folder, one is chosen, and added to `sys.argv` for every launcher of Hydra."""
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
     given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]

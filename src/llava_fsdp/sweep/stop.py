@@ -86,11 +86,8 @@ def ignore_signals() -> None:
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
     """Run a Python module (`words`: its name and arguments) in a session of its own, and wait for it. The first SIGINT
-    or SIGTERM asks the jobs to save a checkpoint and end, the second to end at once; the third ends everything.
-
-    Returns:
-        The module's exit code, or minus the number of the signal that killed it.
-    """
+    or SIGTERM asks the jobs to save a checkpoint and end, the second to end at once; the third ends everything. Return
+    the module's exit code, or minus the number of the signal that killed it."""
     python = [sys.executable, "-P", "-m"]
     # exec_child replaces itself by the module, which gets SIGTERM if this process ends
     start = [*python, "llava_fsdp.sweep.exec_child", str(os.getpid()), *python, *words]

@@ -27,13 +27,8 @@ class JobFailed(LlavaFsdpError):
     """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """Create the error.
-
-        Args:
-            code: exit code of the rank that failed first.
-            took_steps: whether this start of the training took a step; if not, its folder may have the results of an
-                earlier start.
-        """
+        """Create the error. `code`: exit code of the rank that failed first. `took_steps`: whether this start of the
+        training took a step; if not, its folder may have the results of an earlier start."""
         super().__init__(reason)
         self.code = code
         self.took_steps = took_steps

@@ -187,8 +187,7 @@ def sources_with_trained(state: TrainState, is_first_rank: bool) -> dict[str, St
 
 
 def folder_of(cfg: Config) -> Path | None:
-    """Return the folder that `export` writes: the merged model, or the adapter alone; None with
-    `export.enabled=false`."""
+    """Return the folder that `export` writes: the merged model, or the adapter alone; None if exports are off."""
     if not cfg.export.enabled:
         return None
     is_adapter = cfg.model.lora.enabled and not cfg.export.merge
@@ -196,8 +195,7 @@ def folder_of(cfg: Config) -> Path | None:
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` already contains an undamaged export of the current step in the configured dtype.
-    Collective."""
+    """Return whether `output_dir` already has an undamaged export of this step in the configured dtype. Collective."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -243,11 +241,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     3. The copy with rounded weights has the logits that transformers computes from the folder.
 
     The log says how far the logits of 3 are from those of 2: the effect of rounding, to which no bound applies.
-    `weights` are what was exported: the trained weights, with LoRA adapters merged into them.
-
-    Raises:
-        ModelError: the export is not the trained model.
-    """
+    `weights` are what was exported: the trained weights, with LoRA adapters merged into them. Raises ModelError if the
+    export is not the trained model."""
     failing = f"{staged} was written, but cannot be read back"
     model = plain_model(state)
     # a micro-batch of two samples, the sizes of its images, and the positions at which logits are compared
@@ -328,8 +323,8 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: 
 
 
 def log_close(what: str, found: Distance, bound: float, by_largest: bool) -> None:
-    """Log that the logits of two computations, which `what` names, differ by less than `bound`: by the largest
-    difference or by the mean one."""
+    """Log that the logits of two computations, which `what` names, differ by less than `bound`: in the largest
+    difference with `by_largest`, else in the mean one."""
     shown = f"{found.largest:.2g} of the largest logit" if by_largest else f"{found}, as rounding to few bits does"
     log().info("export: %s: logits differ by %s, within the bound of %.2g", what, shown, bound)
 
@@ -340,9 +335,8 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def report_rounding(distance_of_rounding: Distance, cfg: Config) -> None:
-    """Log `distance_of_rounding`, how far rounding to `export.dtype` moves the logits of the trained model. It is a
-    warning if the probabilities of tokens change much (`kl`, a divergence) and training did not round in the same
-    way."""
+    """Log how far rounding to `export.dtype` moves the logits of the trained model (`distance_of_rounding`): a warning
+    if the probabilities of tokens change much (`kl`, a divergence) and training did not round in the same way."""
     dtype = cfg.export.dtype.value
     text = (
         f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by "

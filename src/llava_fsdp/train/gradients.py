@@ -23,8 +23,7 @@ def clip_gradients(
     None: they are not clipped.
 
     Args:
-        line: the ranks that together have all stages of the model, this one included; None: each rank has the whole
-            model.
+        line: the ranks that have all stages of the model together with this one; None: each rank has the whole model.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
@@ -49,16 +48,14 @@ def clip_gradients(
 def gradient_norm(
     gradients: list[torch.Tensor], shards: list[torch.Tensor], line: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Collective: all
-    ranks must call it.
+    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Collective.
 
     Gradients that are DTensors may have several meshes. If a mesh does not contain all ranks, the other ranks hold
     copies of these gradients, which count once, or have other stages of the model.
 
     Args:
         shards: this rank's shards of the gradients, as plain tensors: operations on DTensors take the host much longer.
-        line: the ranks that together have all stages of the model, this one included; None: each rank has the whole
-            model.
+        line: the ranks that together have all stages of the model, with this one; None: each has the whole model.
     """
     groups: dict[Reduction | None, list[torch.Tensor]] = {}
     previous, norms_of_group = None, []

@@ -38,8 +38,7 @@ def fit(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog | 
 
     Args:
         events: the observers, which are told of each moment on every rank. If a stop was requested, `before_step`
-            raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
-            the other ranks wait for them.
+            raises on every rank, also where the step's data have not arrived, because the others wait for it.
     """
     watchdog, last_step = watchdog or Watchdog(), state.loader.total_steps
     with closing(events):
@@ -58,6 +57,7 @@ def fit(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog | 
                 events.before_step()
                 assert step is not None, "before_step raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
+                # `agree` leaves out samples that any rank skipped
                 result = train_step(state, state.loader.agree(step), cfg, began_at, watchdog)
                 if state.dynamic is not None:
                     state.dynamic.after_step(result.skipped)
@@ -89,8 +89,7 @@ def explained_step_errors(state: TrainState, watchdog: Watchdog) -> Iterator[Non
 
 
 def next_step(steps: Iterator[Step | None]) -> Any:
-    """Wait for the data of the next step. Return them, None if a stop was requested before they came, or
-    `NO_MORE_STEPS`."""
+    """Wait for the next step's data. Return them, None (a stop was requested before they came) or `NO_MORE_STEPS`."""
     with part("data"):
         return next(steps, NO_MORE_STEPS)
 
@@ -104,10 +103,7 @@ def train_step(
 ) -> StepResult:
     """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update is skipped.
     Collective. `began_at`: time (`time.perf_counter`) at which the step began, which is when its data were requested.
-
-    Raises:
-        NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
-    """
+    Raises NumericError if, in fp16, gradients overflowed although the loss scale is at its minimum."""
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # Seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption.
@@ -120,6 +116,7 @@ def train_step(
     else:
         loss_sum = run_micro_batches(state, step, scale, sources, experts, pairs)
     with part("optimizer"):
+        # `line`: the ranks that together have all stages of a pipeline
         norm = clip_gradients(state.masters, cfg.optim.clip, scale, state.parallelism.line)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
@@ -157,9 +154,8 @@ def train_step(
 
 
 def update_or_skip(state: TrainState, is_finite: bool) -> None:
-    """Update the weights, or skip the update if the loss or the gradients are not finite, and free the gradients. In a
-    skipped step, weights and moments are not changed and the learning rate schedule does not advance, but the step's
-    samples count as consumed.
+    """Update the weights, or skip the update if the loss or the gradients are not finite, and free the gradients. A
+    skipped step changes no weights, moments or learning rate, but its samples count as consumed.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -187,9 +183,8 @@ def run_micro_batches(
     pairs: PairStep | None = None,
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step's micro-batches, one after the other, and add their losses to
-    `sources` and `experts`. Return this rank's part of the loss of the labels, float32 []: without the load-balance
-    loss of experts, which is trained too, and without `scale`, the loss scale. `pairs` makes the losses of pairs from
-    those of labels; None: samples are no pairs."""
+    `sources` and `experts`. Return this rank's part of the label loss, float32 []: without `scale` (the loss scale) and
+    the load-balance loss of experts, which is trained too. `pairs` makes losses of pairs from those of labels."""
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(step.micro_batches))

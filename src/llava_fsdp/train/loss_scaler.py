@@ -34,12 +34,8 @@ class LossScaler:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """Lower the scale if gradients overflowed in `step`, counted from 1. Raise it after every `cfg.window` steps
-        without overflow.
-
-        Raises:
-            NumericError: gradients overflowed although the scale is at its minimum.
-        """
+        """Lower the scale if gradients overflowed in `step`, counted from 1; NumericError is raised if it is at its
+        minimum already. Raise the scale after every `cfg.window` steps without overflow."""
         if overflowed:
             old_scale = self.scale
             self.lower(step)
@@ -51,13 +47,13 @@ class LossScaler:
         elif self.is_dynamic:
             steps_without_overflow = self.steps - self.last_overflow - 1
             if steps_without_overflow > 0 and steps_without_overflow % self.cfg.window == 0:
-                self.hysteresis = self.cfg.hysteresis
+                self.hysteresis = self.cfg.hysteresis  # number of overflows until the scale is halved
                 self.scale *= FACTOR
         self.steps += 1
 
     def lower(self, step: int) -> None:
-        """Count an overflow, and halve a dynamic scale at every overflow from the `cfg.hysteresis`-th on. A fixed scale
-        stays. Raises NumericError at the minimum."""
+        """Count an overflow; from the `cfg.hysteresis`-th on, halve a dynamic scale. A fixed scale stays.
+        Raises NumericError at the minimum."""
         if not self.is_dynamic:
             return
         if self.hysteresis > 1:

@@ -78,10 +78,9 @@ class RunParts(WatchedRun):
         return self.state.loader.status.describe_step(self.state.step) if self.state is not None else ""
 
     def report_end(self) -> None:
-        """Write the last page of the run and end the trackers; if there are no reports yet, rewrite the page on rank
-        0."""
+        """Write the run's last page and end the trackers; if there are no reports yet, rewrite the page on rank 0."""
         if self.reports is not None:
-            self.reports.end(HURRY)
+            self.reports.end(HURRY)  # maximum seconds that it waits for trackers
         elif ranks.own_rank() == 0:
             rewrite_page(self.folder)
 

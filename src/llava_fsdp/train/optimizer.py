@@ -48,8 +48,8 @@ def constant(step: int, total: int, warmup: int) -> float:
 
 
 def warmup_decay(step: int, total: int, warmup: int) -> float:
-    """Return the factor of the learning rate: logarithmic warm-up, then a linear decay to 0 (DeepSpeed `WarmupDecayLR`
-    with its default warm-up)."""
+    """Return the factor of the learning rate: logarithmic warm-up, then linear decay to 0 (DeepSpeed's default
+    `WarmupDecayLR`)."""
     warmup = max(2, warmup)
     if step < warmup:
         return math.log(step + 1) / math.log(warmup)
@@ -95,12 +95,11 @@ class LearningRate:
         begin = warmup if ratio is None else max(warmup, total - math.ceil(ratio * total))
         if step < begin:
             return 1.0
-        fall = shape(step, total, begin)  # of a warm-up that ends where the rate begins to fall
+        fall = shape(step, total, begin)  # as if the warm-up had ended at `begin`: the factor falls from 1 there
         return fall if not least else least + (1 - least) * fall
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of every parameter group for a step, counted from 0. Return the rate of groups whose
-        base is `optim.lr`."""
+        """Set the learning rate of all parameter groups for a step, from 0 on. Return that with the base `optim.lr`."""
         factor = self.factor(step)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -118,7 +117,6 @@ def build_optimizer(
     """Build AdamW, and the learning rate schedule.
 
     Args:
-        masters: the weights to update.
         is_part: whether the model is one of several stages. A stage need not have trainable parameters.
         compiles: whether torch.compile makes the kernels that convert int8 moments.
     """

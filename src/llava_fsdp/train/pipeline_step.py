@@ -59,7 +59,7 @@ class TrainingWork:
         with part("forward"):
             micro = to_device(self.loader, stage, self.micro_batches[number])
             collector = self.sources.collector() if stage.is_last else None
-            with self.experts.keep() as kept:
+            with self.experts.keep() as kept:  # kept: what the routers of experts return
                 output = stage(**micro.inputs, hidden=hidden, collector=collector)
             # other micro-batches run before this one's backward pass, which may need its dropout masks again
             self.keys[stage, number] = stage.token_keys.language, stage.token_keys.vision
@@ -94,8 +94,7 @@ class PipelinedModel:
     all ranks that process the same rows."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
-        """Take the pipeline that runs the stages, and the description of the whole model from `model`, this rank's
-        stages."""
+        """Take the pipeline that runs the stages; `model`, this rank's stages, also describes the whole model."""
         assert isinstance(model, Architecture)  # FSDP has replaced its class by a subclass of that and of FSDPModule
         self.parts, self.language_config = model.parts, model.language_config
         self.pipeline = pipeline
@@ -148,8 +147,7 @@ def run_pipeline(
     `sources` and `experts`. Collective. `scale`: the loss scale.
 
     Returns:
-        This rank's part of the loss of the labels, float32 []: without `scale` and the load-balance loss of experts; 0
-        if the rank does not have the last stage.
+        The label loss on this rank, float32 [], without `scale` and load-balance loss; 0 without the last stage.
     """
     assert state.pipeline is not None
     work = TrainingWork(state, step.micro_batches, scale, sources, experts)

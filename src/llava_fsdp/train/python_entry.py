@@ -80,11 +80,10 @@ def train(
     """Run a training in this process, or as one rank of it in a program that torchrun has started. Every rank calls
     this with the same configuration, and with observers and functions of its own.
 
-    The process is left as it was: umask, signal handlers and standard streams are restored, and no log handler is
-    added (the messages are those of the logger `llava_fsdp`). Without torchrun, Ctrl-C stops the run with a checkpoint
-    while steps run (`Stopped` is raised), and raises KeyboardInterrupt otherwise. What stays is torch's: the state of
-    its random numbers, and `deterministic=true`. In the run's folder, everything is as after the command, with
-    `run_status.json`.
+    The process is left as it was: umask, signal handlers and standard streams are restored, and no log handler is added
+    (the messages are those of the logger `llava_fsdp`). Without torchrun, Ctrl-C stops the run with a checkpoint while
+    steps run (`Stopped` is raised), and raises KeyboardInterrupt otherwise. What stays is torch's: the state of its
+    random numbers, and `deterministic=true`. The run's folder is as after the command, with `run_status.json`.
 
     In a program's file the call stands below `if __name__ == "__main__":`, because worker processes import the file.
 

@@ -33,8 +33,7 @@ def run(metric: "ScoreFunction | None" = None, events: "Sequence[RunEvents]" = (
 
     Args:
         metric: function that scores an answer of a validation, used in place of `val.metric` and shown under its own
-            name. It gets the question, the model's answer and the record's answer, all texts, and returns a number from
-            0 to 1.
+            name: (question, model's answer, record's answer), all texts -> number from 0 to 1.
         events: observers of the run, called behind those of the trainer, in this order.
     """
     if multiprocessing.parent_process() is not None:
@@ -57,10 +56,8 @@ def run(metric: "ScoreFunction | None" = None, events: "Sequence[RunEvents]" = (
 
 
 def end_run(folder: Path, outcome: Outcome, parts: "RunParts | None") -> dict[str, Any] | None:
-    """Record in the run's folder how this rank ended, and write what the reports say of it.
-
-    Args:
-        parts: the parts of the training; None: it ended before they were built.
+    """Record in the run's folder how this rank ended (`outcome`), and write the final report page. `parts`: None if
+    the training ended before its parts were built.
 
     Returns:
         The recorded status of the rank that failed first, if that is another rank; else None.

@@ -132,8 +132,7 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
 
 
 def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[float, float, float]) -> Iterator[Any]:
-    """Let the model answer a question from the page, and yield updates of the page's conversation and question box
-    meanwhile.
+    """Let the model answer a question from the page. Meanwhile yield updates of its conversation and question box.
 
     Args:
         key: Gradio's key of the browser tab.
@@ -181,8 +180,7 @@ def history(session: Session) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:
-    """Return a message for gr.Chatbot, with HTML in `text` escaped, and the images that are shown with it. Files that
-    Gradio has deleted are left out."""
+    """Return a message for gr.Chatbot: `text` with HTML escaped, and its images, except files that Gradio deleted."""
     text = html.escape(text, quote=False)
     images: list[Any] = [{"path": str(path), "alt_text": path.name} for path in files if path.is_file()]
     return {"role": role, "content": [*images, *([text] if text or not files else [])]}

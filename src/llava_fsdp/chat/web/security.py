@@ -149,8 +149,8 @@ class RequestGuard:
             await send(message)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused if the headers of an upload announce too many bytes (Content-Length). The server reads
-        no more than that length."""
+        """Raise RequestRefused if an upload's Content-Length, beyond which the server reads nothing, is missing or too
+        large. `self.incoming`: the lengths of the uploads that are being received."""
         length = headers.get("content-length", "")
         if (
             not length.isdecimal() or "transfer-encoding" in headers
@@ -304,8 +304,7 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function for a request whose body was already read: its first call returns `body`, later
-    calls are passed to `receive`."""
+    """Return an ASGI `receive` whose first call gives `body`, already read; later ones are passed to `receive`."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive_again() -> Message:

@@ -64,16 +64,14 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set the environment variables that Gradio reads when it is imported: uploaded files are stored in `folder`, and
-    telemetry is off."""
+    """Set the environment variables that Gradio reads at import: uploads are stored in `folder`, telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises ConfigError if the port is taken or the address does not belong to this
-    machine."""
+    """Open a listening socket. Raises ConfigError if the port is taken or the address is not this machine's."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)

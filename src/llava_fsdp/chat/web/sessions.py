@@ -48,13 +48,11 @@ class Sessions:
             return self._sessions[key]
 
     def ask(self, session: Session, text: str, files: list[Path], sampling: Sampling) -> Iterator[str]:
-        """Ask the model a question in the conversation of a tab, and yield pieces of the answer, until it ends or is
-        stopped. `files` are the images that are added with the question; afterwards none of them waits for the next
-        question.
+        """Ask the model a question with the images `files` in the conversation of a tab, and yield pieces of the answer
+        until it ends or is stopped. Afterwards no image waits for the next question.
 
         Raises:
-            DataError: the question is not valid, or an image cannot be read; the message does not show the server's
-                folders.
+            DataError: the question is not valid, or an image cannot be read; the message hides the server's folders.
             OutOfMemory: the conversation does not fit into memory.
         """
         if len(text) > MAX_QUESTION_LENGTH:
@@ -96,8 +94,7 @@ class Sessions:
 
 
 def without_folders(message: str, files: list[Path]) -> str:
-    """Return an error message in which uploaded files are named without their folders, so that visitors do not see the
-    folders of the server."""
+    """Return an error message with uploaded files named without their folders, which visitors must not see."""
     for path in files:
         message = message.replace(f"image {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message

@@ -74,8 +74,7 @@ def no_status(folder: Path, outcome: Outcome) -> None:
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Context manager that ends without an error if the program that reads stdout through a pipe (such as `head` in `|
-    head`) has exited."""
+    """Context manager that ends without an error if the program that reads stdout (`| head`) has exited."""
     try:
         yield
         sys.stdout.flush()
@@ -98,13 +97,11 @@ def reader_has_left() -> bool:
 
 
 def start_process(config_name: str, schema: type) -> None:
-    """Prepare the process of a rank. From now on it ends when torchrun ends, and at once after a signal to stop,
-    because before the first step there is nothing to save. `config_name` is the command, and `schema` the dataclass of
-    its configuration.
+    """Prepare the process of a rank for the command `config_name`, whose configuration is the dataclass `schema`. From
+    now on it ends when torchrun ends, and at once after a signal to stop: before the first step nothing is to be saved.
 
     torchrun restarts its workers after any exit code. If this process may be such a restart, and `run_status.json` says
-    that an earlier attempt ended with an error that a restart cannot fix, this process ends at once with the same exit
-    code.
+    that an earlier attempt ended with an error that a restart cannot fix, it ends at once with the same exit code.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
@@ -128,8 +125,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     """Run a command: read its configuration from YAML files and the command line, call `task` with it, and end the
     process with the exit code of the outcome.
 
-    After a failure the process ends at once, without waiting for process groups, because other ranks may not respond
-    anymore.
+    After a failure the process ends at once, without waiting for process groups: other ranks may not respond anymore.
 
     Args:
         config_name: the command, which is also the name of its top-level YAML file.
@@ -201,7 +197,7 @@ def end_process(
     if earlier is None and (has_folder or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
         write_torchrun_error(message)
-    elif not silent:
+    elif not silent:  # another rank failed first, and must end first: torchrun reports the first to end as the cause
         time.sleep(PATIENCE_SECONDS)
         code = earlier["exit_code"] if earlier is not None else code
     with contextlib.suppress(BrokenPipeError):
@@ -226,8 +222,7 @@ def make_folder_of_status(folder: Path, outcome: Outcome, is_private: bool) -> N
 
 
 def await_folder(folder: Path) -> None:
-    """Wait up to `FOLDER_SECONDS` until rank 0 has created the run's output folder, in which this rank records its
-    failure."""
+    """Wait up to `FOLDER_SECONDS` for rank 0 to create the run's folder, in which this rank records its failure."""
     until = time.monotonic() + FOLDER_SECONDS
     while is_absent(folder) and time.monotonic() < until:
         time.sleep(0.2)
@@ -300,7 +295,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
     """
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], LITERAL)
-    words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
+    words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))  # `chat FOLDER` -> `model.checkpoint=FOLDER`
     if (group := asked_help(words)) is not None:
         words = [word for word in words if "=" in word and not word.startswith("-")]
     words = checked_words(words, config_name, schema)
@@ -362,16 +357,16 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
             program()
     except SystemExit as stop:
         if stop.code not in (0, None):
-            if reader_has_left():
+            if reader_has_left():  # stdout is a closed pipe, as behind `| head`: no error of the user
                 return None
             raise ConfigError(shorten(stderr.getvalue(), schema)) from None
     return composed[0] if composed else None
 
 
 def name_folder(arguments: list[str], key: str | None) -> list[str]:
-    """Return arguments with `key=` put in front of the first one if it is a bare path, as in `llava-fsdp chat FOLDER`,
-    even with `=` in the path. With key=None nothing changes."""
-    if key is None or not arguments or arguments[0].startswith(("-", "~")):
+    """Return arguments with `key=` put in front of the first one if it is a bare path, as in `llava-fsdp chat FOLDER`.
+    What looks like an override of Hydra (`KEY=VALUE`) is a path only if it exists. With key=None nothing changes."""
+    if key is None or not arguments or arguments[0].startswith(("-", "~")):  # options; `~KEY` deletes a key in Hydra
         return arguments
     name, equals, _ = arguments[0].partition("=")
     if equals and re.fullmatch(r"\+{0,2}[\w.@]+", name) and not os.path.exists(arguments[0]):
@@ -400,8 +395,7 @@ def with_own_model(arguments: list[str]) -> list[str]:
 
 def refuse_unknown(arguments: list[str], schema: type) -> None:
     """Raise ConfigError for an unknown key or choice of a config group (`group=choice`), with the nearest known one.
-    Hydra would find it too, but needs seconds. With `--config-dir` the choices are not known here, so the check is left
-    to Hydra."""
+    Hydra would find it seconds later. With `--config-dir` only Hydra checks, as the choices are not known here."""
     if any(word.startswith("--config-dir") or word == "-cd" for word in arguments):
         return
     keys = schema_keys(schema)
@@ -426,8 +420,7 @@ def refuse_unknown(arguments: list[str], schema: type) -> None:
 
 def taken_literally(argument: str) -> str:
     """Return an argument `key=value` in the form in which Hydra takes its value literally: quoted, if values of this
-    key are texts or paths. A key of a data source, whose name the user chooses, also gets Hydra's prefix `++`, which
-    allows new keys."""
+    key are texts or paths. A key of a data source, which the user names, gets Hydra's `++`, which allows new keys."""
     key, equals, value = argument.partition("=")
     if key.startswith(SOURCES):  # the user chose the source's name, and Hydra adds a new key only with ++
         name, literal = f"++{key}", key.endswith((".path", ".images"))
@@ -468,8 +461,7 @@ def refuse_bare_words(arguments: list[str], config_name: str) -> None:
 
 
 def shorten(message: str, schema: type) -> str:
-    """Return an error message of Hydra without its search path and its advice about stack traces and `+`, and with the
-    nearest key if a key is unknown."""
+    """Return an error message of Hydra without search path and advice; with the nearest key if a key is unknown."""
     text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", message)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
     if "Traceback" in text:  # for some mistakes Hydra prints its own stack trace; the message is its last line

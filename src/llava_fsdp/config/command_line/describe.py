@@ -14,12 +14,8 @@ MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 def takes(schema: Any, key: str) -> str | None:
     """Return a description of the values that a configuration key accepts, such as "a whole number or null". Return
-    None if `key` is a group of keys, or contains a name that the user chooses.
-
-    Args:
-        schema: dataclass that has the key.
-        key: dotted name of the key, such as `optim.lr`; followed by `[index]` for an item of a list.
-    """
+    None if `key` is a group of keys, or contains a name that the user chooses. `schema`: dataclass that has the key.
+    `key`: its dotted name, such as `optim.lr`; followed by `[index]` for an item of a list."""
     kind, words = schema, None
     name, *indices = key.split("[")
     for part in name.split("."):

@@ -144,12 +144,8 @@ FOREIGN: Mapping[str, str] = MappingProxyType({name: key for key, names in TABLE
 
 def called_here(name: str, known: Container[str]) -> str:
     """Return a text for error messages that tells what another program's setting is called here, or why there is no
-    such setting; empty if the name is unknown, or if the command has no such key.
-
-    Args:
-        name: the setting's name, which may have dashes, capital letters, groups before it, or `--` or `+` in front.
-        known: all keys of the command.
-    """
+    such setting; empty if the name is unknown, or if the command has no such key. `name` may have dashes, capital
+    letters, groups before it, or `--` or `+` in front. `known`: all keys of the command."""
     plain = name.lstrip("-+").replace("-", "_").lower()
     here = FOREIGN.get(plain) or FOREIGN.get(plain.rpartition(".")[2], "")
     first = re.split("[ =:,]", here)[0]  # a text of TABLE begins with a key, a flag (`--nnodes N`) or NOTHING

@@ -47,10 +47,9 @@ def asked_help(arguments: list[str]) -> str | None:
 
 
 def render_help(config_name: str, schema: type, arguments: list[str], group: str = "") -> str:
-    """Return the help of a command as text.
+    """Return the help of the command `config_name`.
 
     Args:
-        config_name: the command.
         schema: dataclass with the keys of its configuration.
         arguments: keys and choices that the command line sets; the shown values include them.
         group: group of keys such as `data` or `model.lora` to show; empty: all groups.
@@ -84,8 +83,7 @@ def render_help(config_name: str, schema: type, arguments: list[str], group: str
 
 
 def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the classes of all groups of keys in a configuration by dotted name, such as `model.lora`. Groups are
-    fields whose types are dataclasses."""
+    """Return the classes of all groups of keys (fields that are dataclasses) by dotted name, such as `model.lora`."""
     found: dict[str, Any] = {}
     for key in fields(schema):
         if is_dataclass(key.type):

@@ -29,15 +29,9 @@ CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|o
 
 
 def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) -> None:
-    """Check arguments for secrets, for keys that users must not set, and for Python code that Hydra would call.
-
-    Args:
-        text_keys: keys whose values are given to Hydra as quoted text, so that they may contain anything but `${...}`.
-
-    Raises:
-        ConfigError: an argument contains a secret or sets a key that users must not set, or Hydra would call Python
-            code that an argument or a YAML file names.
-    """
+    """Raise ConfigError if an argument contains a secret or sets a key that users must not set, or if Hydra would call
+    Python code that an argument or a YAML file names. `text_keys`: keys whose values are given to Hydra as quoted text,
+    so that they may contain anything but `${...}`."""
     refuse_secrets(arguments)
     flags = flag_values(arguments)
     for flag in PATH_FLAGS:  # they would replace the package's YAML files
@@ -80,8 +74,7 @@ def refuse_secrets(arguments: list[str]) -> None:
 
 
 def refuse_calls(setting: str, shown: str) -> None:
-    """Raise ConfigError, which names `shown`, if a setting (`key=value`, or the key alone) could make Hydra call Python
-    code."""
+    """Raise ConfigError, naming `shown`, if a setting (`key=value`, or a key) could make Hydra call Python code."""
     if CALLS.search(setting):
         raise ConfigError(f"{shown}: no configuration may name Python to call; take it out")
 
@@ -118,9 +111,8 @@ def yaml_files(folder: str) -> Iterator[Path]:
 
 
 def check_yaml(path: Path, relative_path: Path) -> None:
-    """Check a YAML file of a `--config-dir`. Its path relative to that folder tells for which config group it is a
-    choice. Raise ConfigError if the file is not YAML, sets a key that users must not set, or names Python code that
-    Hydra would call."""
+    """Check a YAML file of a `--config-dir`. Its path relative to that folder tells its config group. Raise ConfigError
+    if it is not YAML, sets a key that users must not set, or names Python code for Hydra to call."""
     text = refuse_yaml_bombs(path)
     try:
         tree = yaml.safe_load(text)

@@ -29,8 +29,7 @@ SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """Return the folder `conf` of YAML files: in the package if that was installed from a wheel, else in the git
-    checkout."""
+    """Return the folder `conf` of YAML files: in the package if installed from a wheel, else in the git checkout."""
     here = Path(__file__).parents[2]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
@@ -61,9 +60,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 
 def with_lists_as_texts(node: DictConfig) -> DictConfig:
-    """Return a composed configuration in which lists of paths (`data.path`, `val.sources.NAME.path` and the like) are
-    texts, as on the command line: OmegaConf has no type for a text or a list. Raise ConfigError if a list has an item
-    that is not a path."""
+    """Return a composed configuration in which lists of paths (`data.path`, `val.sources.NAME.path`, ...) are texts, as
+    on the command line: OmegaConf has no type for a text or a list. Raise ConfigError if an item is no path."""
     keys = [f"{group}.path" for group in ("data", "val")]
     for prefix in SOURCES:
         sources = OmegaConf.select(node, prefix.removesuffix("."))
@@ -178,8 +176,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 def did_you_mean(name: str, known: list[str]) -> str:
     """Return a suggestion for an unknown key, as the end of an error message; empty if there is none. It is the first
     of these that exists: the key's present name, if it was renamed; the key with the same meaning, if another program
-    has a key of this name; the only key with the same last part; the most similar key. For a dotted name, no groups are
-    suggested."""
+    has this key; the only key with the same last part; the most similar key (for a dotted name, no group)."""
     if new := present_key(name):
         return f"; it is called {new} now"
     is_mistyped = "." in name and difflib.get_close_matches(name, known, 1, 0.9)

@@ -23,8 +23,7 @@ Difference = list[str]
 def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
     """Compare the configuration of a training with its recipe, the values that the YAML files have for its stage, model
     and kind of data. Return a row [key, value in the recipe, value in `cfg`] for each key whose values differ, with
-    secrets hidden; None if there is no such recipe. `arguments`: those of the command line, which may name a folder of
-    the user's own YAML files."""
+    secrets hidden; None if there is no recipe. `arguments`, of the command line, may name a folder of YAML files."""
     recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None

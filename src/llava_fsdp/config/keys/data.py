@@ -239,9 +239,8 @@ class DataConfig:
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """How training really fits an image into the square input of the vision tower. It is data.image_aspect_ratio,
-        but data.pixels=llava_v1_5 turns anyres (several tiles) into square, as the original LLaVA does (LLaVA
-        train.py:702-718)."""
+        """How training really fits an image into the square input of the vision tower: data.image_aspect_ratio, but
+        square for anyres (several tiles) with data.pixels=llava_v1_5, as in the original LLaVA (train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 

@@ -75,6 +75,7 @@ class ParallelConfig:
         at_least("parallel.pipeline", self.pipeline, 1)
         if self.pipeline == 1 and self.schedule is PipelineSchedule.interleaved:
             raise ConfigError("parallel.schedule=interleaved has no meaning with parallel.pipeline=1; set it to 1f1b")
+        # for a text other than `auto`, in a key that takes a number or `auto`
         refuse_other_texts(self, "parallel.")
         at_least("parallel.context", self.num_context, 1)
 
@@ -184,8 +185,7 @@ class PrecisionConfig:
         return has_bf16 or self.linear is not LinearKind.same
 
     def settled(self, chosen: DType) -> Self:
-        """Return these keys with every `auto` replaced by the dtype `chosen`. Only if `param_dtype` is `auto` can the
-        other dtypes be, too."""
+        """Return these keys with each `auto` replaced by `chosen`. If `param_dtype` is not `auto`, no key is."""
         if self.param_dtype is not DType.auto:
             return self
         same = {key: chosen for key in ("norm_dtype", "reduce_dtype") if getattr(self, key) is DType.auto}

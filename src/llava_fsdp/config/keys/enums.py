@@ -278,8 +278,8 @@ class Schedule(Enum):
 
     @property
     def decays(self) -> bool:
-        """Whether the learning rate falls after a warm-up of any length. That of `warmup_decay` has at least two
-        steps."""
+        """Whether the learning rate falls even without a warm-up; that of `warmup_decay` needs one of two steps or
+        more."""
         return self in (Schedule.cosine, Schedule.linear, Schedule.sqrt)
 
 

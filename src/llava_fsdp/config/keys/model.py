@@ -119,15 +119,13 @@ class ModelConfig:
 
     @property
     def shuffle_factor(self) -> int:
-        """Factor N of the projector's pixel shuffle, which joins each square of N x N vision features into one; 1 if
-        the projector has no pixel shuffle."""
+        """Factor N of the projector's pixel shuffle, which joins N x N vision features into one; 1 without it."""
         found = re.match(r"pixel_shuffle(\d)x_", self.projector_type)
         return int(found[1]) if found else 1
 
     @property
     def trained(self) -> dict[Part, slice | None]:
-        """The parts of the model that train. Of the language model and the vision tower, which of their blocks do; None
-        if the whole part does."""
+        """{part of the model that trains: which of its blocks do (language model, vision tower); None: all of it}."""
         return dict(part_and_blocks(text, f"model.train[{place}]") for place, text in enumerate(self.train))
 
     @property
@@ -179,8 +177,7 @@ BLOCKS = re.compile(r"(language|vision):(-?\d+)?(?:(:)(-?\d+)?)?")
 
 
 def part_and_blocks(text: str, key: str = "model.train") -> tuple[Part, slice | None]:
-    """Return the part of the model that a value in `model.train` names, and which of its blocks; None for the whole
-    part.
+    """Return the part of the model that a value in `model.train` names, and which of its blocks; None: all of it.
 
     Args:
         key: the key with the value's place in the list, for the message.

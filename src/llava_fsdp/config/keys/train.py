@@ -344,8 +344,7 @@ class TrainingKeys:
     @property
     def plans_tokens(self) -> bool:
         """Whether the planner (`llava-fsdp plan`) chooses the maximum number of tokens of a packed row (several samples
-        end to end). It does not with pack=false or sampler=llava_v1_5: these use micro_batch_size, and treat
-        `tokens_per_micro_batch=auto` as null."""
+        end to end). Not with pack=false or sampler=llava_v1_5, which use micro_batch_size and treat `auto` as null."""
         is_free = self.packs and self.sampler.name is not SamplerName.llava_v1_5
         return is_free and self.tokens_per_micro_batch == AUTO
 
@@ -398,8 +397,7 @@ class TrainingKeys:
 
     @property
     def exports_model(self) -> bool:
-        """Whether training ends with the export of a whole model for transformers, and not only of LoRA adapters or of
-        nothing."""
+        """Whether training ends with the export of a whole model for transformers, and not only of LoRA adapters."""
         return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
 
     @property

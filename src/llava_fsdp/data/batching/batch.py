@@ -188,8 +188,8 @@ class StepFacts:
 
     @property
     def scale(self) -> float:
-        """Factor that makes a mean of the sum of the step's losses: 1 / (sum of the labels' weights) or, of pairs, 1 /
-        (number of pairs)."""
+        """Factor that makes a mean of the sum of the step's losses: 1 / (sum of the labels' weights, which `weight` has
+        in units of 1 / FULL_WEIGHT) or, of pairs, 1 / (number of pairs)."""
         return 1 / max(1, self.samples) if self.has_pairs else FULL_WEIGHT / (self.weight or FULL_WEIGHT)
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:

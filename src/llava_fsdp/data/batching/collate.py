@@ -64,7 +64,7 @@ class Collator:
         """Make a collator.
 
         Args:
-            image_reader: the reader of the images, which decides in what form the model gets them.
+            image_reader: decides in what form the model gets the images.
             normalize: whether the loss is a mean over the step's labels (`step`), or a mean over micro-batches of the
                 mean of each (`micro_batch`).
             pack: whether samples are packed into one row.
@@ -168,8 +168,8 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels of all samples in one row, both int64 [1, tokens]. Labels are shifted; the last
-    position of a sample has IGNORE."""
+    """Return all samples' token ids and labels in one row, int64 [1, tokens]. Labels are shifted; a sample's last is
+    IGNORE."""
     if not samples:
         return padded(samples)
     end = np.array([IGNORE])
@@ -223,8 +223,8 @@ def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict
 
 
 def of_pairs(pairs: Sequence[Sample], keys: SampleKeys) -> dict[str, Any]:
-    """Return the fields of MicroBatch that only samples that are pairs have: the answer that each label belongs to, and
-    the data source and the number of each pair."""
+    """Return the fields of MicroBatch that only pairs have: for each label, the index of its answer among those of all
+    pairs (chosen, rejected, chosen, ...); for each pair, the index of its data source and its number in training."""
     labels = [part.num_labels for sample in pairs for part in sample.parts]
     of_sources = keys.sources if len(keys.sources) else [0] * len(pairs)
     return {

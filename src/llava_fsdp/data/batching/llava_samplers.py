@@ -36,14 +36,12 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Draw the order of the first epoch. A step has on each rank `accumulation` micro-batches of `batch_size`
-        records.
+        """Draw the order of the first epoch. A step of a rank has `accumulation` micro-batches of `batch_size` records.
 
         Args:
             lengths: number of words of each record, negative without an image.
             seed: the seed that LLaVA's training was given.
-            grouped: whether LLaVA's `group_by_modality_length` is on, which puts records of similar length together,
-                with and without images apart.
+            grouped: LLaVA's `group_by_modality_length`: records of similar length together, those with images apart.
 
         Raises:
             ConfigError: LLaVA's sampler would fail, or an epoch would have no step.
@@ -95,8 +93,7 @@ class LlavaSampler:
         """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws.
 
         With several ranks, accelerate's generator (`sampler_generator`) draws the order or, with `grouped`, that of the
-        megabatches, which are groups of records of similar length. All other numbers come from the generator of the
-        process.
+        megabatches (groups of records of similar length). The process's generator draws all else.
         """
         # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
@@ -142,6 +139,7 @@ def group_by_modality(
     by record number and put at the end.
 
     Args:
+        lengths: number of words of each record, negative without an image.
         chunks: number of micro-batches in a megabatch.
         megabatches: generator that draws the order of the megabatches.
         process: generator that draws the order of the records of each kind.

@@ -28,8 +28,7 @@ class Outbox:
     """The memory files of one data worker. Each contains a step in transfer to the rank's process, or is empty."""
 
     def __init__(self, files: int):
-        """Create `files` empty memory files, which are closed when this object is deleted. Raise OSError if the process
-        has too many files open."""
+        """Create `files` empty memory files, closed when this object is deleted. OSError: too many files are open."""
         self.files: list[int] = []
         weakref.finalize(self, close, self.files).atexit = False  # not at exit: a thread may still be reading
         for _ in range(files):
@@ -78,7 +77,7 @@ class Sent:
         os.ftruncate(self.file, 0)
 
         def read(values: torch.Tensor) -> torch.Tensor:
-            """Return the next tensor of the memory, with the shape and dtype of a tensor on the meta device."""
+            """Return the next tensor of the memory; `values`, on the meta device, has its shape and dtype."""
             nonlocal begin
             tensor = memory[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
             begin += padded_size(values)
@@ -108,8 +107,7 @@ def transfer_all(values: torch.Tensor, move: Callable[[memoryview, int], int]) -
 
 
 def memory_file() -> int:
-    """Create a memory file with memfd_create of the C library, because `os.memfd_create` is missing if Python was built
-    with an old C library."""
+    """Create a memory file with the C library: a Python that was built with an old one lacks `os.memfd_create`."""
     libc = ctypes.CDLL(None, use_errno=True)
     file = libc.memfd_create(b"llava_fsdp-step", 1)  # 1: closed on exec
     if file < 0:

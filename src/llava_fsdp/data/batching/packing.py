@@ -25,8 +25,8 @@ second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int, rounded: Rounding = int) -> Assignment:
-    """Assign the samples of a step to ranks and padded micro-batches of at most `micro_batch_size` samples; return
-    indices into `lengths`, the tokens of each sample.
+    """Assign a step's samples to ranks and padded micro-batches of at most `micro_batch_size` samples, as
+    [rank][micro-batch] lists of indices into `lengths`, the tokens of each sample.
 
     Samples are sorted by length, so that there is little padding, and all ranks process samples of similar length at
     the same time. Every rank gets the same number of micro-batches, which `rounded` raises to a number that is allowed;
@@ -49,14 +49,13 @@ def pack_step(
     lengths: list[int], costs: list[int], world_size: int, most_tokens: int, rounded: Rounding = int
 ) -> Assignment:
     """Assign the samples of a training step to ranks and packed micro-batches, which have at most `most_tokens` tokens
-    and nearly equal cost; return indices into `lengths`, the tokens of each sample.
+    and nearly equal cost; return indices into `lengths`, the tokens of each sample, as [rank][micro-batch][sample].
 
     Each sample, the costliest first, goes to the micro-batch of least cost (longest-processing-time rule). Then samples
     are swapped between the costliest micro-batch and the cheapest ones, and at last between ranks, to equalize the
     total cost of the ranks. Micro-batches of similar cost run at the same time on the ranks, because with FSDP the
-    ranks wait for each other in every layer. Every rank gets the same number of micro-batches: the smallest number into
-    which all samples fit. No micro-batch is empty if there are enough samples. The result depends on the arguments
-    alone.
+    ranks wait for each other in every layer. Every rank gets the same number of micro-batches, the smallest into which
+    all samples fit. None is empty if there are enough samples. The result depends on the arguments alone.
 
     Args:
         lengths: at most `most_tokens` each.
@@ -81,10 +80,8 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
     Then move a sample from a bin with several to each empty bin.
 
     Args:
-        tokens: number of tokens of each sample, int64 [samples].
-        work: cost of each sample, float64 [samples].
-        bins: number of bins.
-        most_tokens: the most tokens that fit into a bin.
+        tokens, work: number of tokens (int64) and cost (float64) of each sample, [samples].
+        most_tokens: the most tokens that fit into one of the `bins` bins.
 
     Returns:
         The bin of each sample, int64 [samples]; None if neither way finds room for all samples.

@@ -125,10 +125,10 @@ class Shuffle(EpochSampler):
         return self.epoch(epoch)[begin:end]
 
     def epoch(self, number: int) -> np.ndarray:
-        """Return the records of an epoch in order, int32 or int64 [samples_per_epoch]."""
+        """Return the record numbers of an epoch in its random order, int32 or int64 [samples_per_epoch]."""
         if number not in self._drawn:
             self._drawn.clear()
-            self._drawn[number] = self.shared(number)
+            self._drawn[number] = self.shared(number)  # for a large epoch: from a file that one process writes
         return self._drawn[number]
 
     def shared(self, number: int) -> np.ndarray:
@@ -152,8 +152,7 @@ class Shuffle(EpochSampler):
         return np.concatenate([self.members(share, number) for share in self.shares])[order]
 
     def members(self, share: SourceShare, epoch: int) -> np.ndarray:
-        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples], in ascending
-        order; `drawn` shuffles them.
+        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples], ascending.
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source's records. So
         each record is used once before any record is used again, however few an epoch takes.
@@ -173,8 +172,7 @@ class ComputedShuffle(EpochSampler):
     shape = f"computed_shuffle, version {VERSION}"
 
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the records from position `begin` to `end` - 1 of an epoch's order, int64 [end - begin]. The samples
-        of all data sources are permuted together."""
+        """Return the records [begin, end) of an epoch's order of all data sources together, int64 [end - begin]."""
         samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
         if not self.shares:  # each record is one sample
             return samples
@@ -188,8 +186,8 @@ class ComputedShuffle(EpochSampler):
         return samples
 
     def members(self, share: SourceShare, positions: np.ndarray) -> np.ndarray:
-        """Return numbers of records within a data source, int64 [positions]: the values at these positions of an
-        endless sequence of permutations of its records, which the epochs use up one after the other."""
+        """Return record numbers within a data source (`count` records, `samples` per epoch), int64 [positions]: the
+        values at these positions of an endless sequence of permutations of its records, used up epoch by epoch."""
         if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
             return positions % share.count
         passes, members = np.divmod(positions, share.count)
@@ -212,9 +210,9 @@ def smallest_dtype(count: int) -> np.dtype:
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[SourceShare, ...]:
-    """Return how many samples each data source contributes to an epoch, in the order of `sources`; empty without
-    `data.sources`. Raise ConfigError if a source has no record, or would contribute no sample. `counts`: number of
-    records of each source."""
+    """Return how many samples each data source, with `counts` records, contributes to an epoch, in the order of
+    `sources`; empty without `data.sources`. Raise ConfigError if a source has no record, or would contribute no
+    sample."""
     if not sources:
         return ()
     begins = itertools.accumulate(counts, initial=0)

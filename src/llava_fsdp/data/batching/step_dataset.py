@@ -115,6 +115,7 @@ class Steps(Dataset):
         # a pipeline may need more micro-batches than the sampler, or loss.normalize=micro_batch, allows to fill
         micro_batches = [*micro_batches, *[[]] * (self.round_micro_batches(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:
+            # a row of several ranks: read the images at this rank's positions or, if the model divides them itself, all
             prepare = self.prepare_part if self.collate.images.divides else self.prepare_shared
             micros = [prepare(micro, facts, total) for micro in micro_batches]
             return Step(facts, micros)
@@ -145,6 +146,7 @@ class Steps(Dataset):
         because the other ranks of the row may not read this image.
 
         Args:
+            numbers: the samples of the row, in order, by their number in the dataset.
             facts: counts of the whole step.
             micro_batches: number of rows of the step.
         """
@@ -154,7 +156,7 @@ class Steps(Dataset):
         samples = [self.encode(record, n) for record, n in zip(records, numbers, strict=True)]
         lengths = [len(sample.input_ids) for sample in samples]
         tokens = sum(lengths) or 1
-        is_here = np.zeros(tokens + cut.padding(tokens), dtype=bool)
+        is_here = np.zeros(tokens + cut.padding(tokens), dtype=bool)  # the row's positions that this rank processes
         is_here[cut.positions(len(is_here))] = True
         parts = np.split(is_here, np.cumsum(lengths))[: len(samples)]
         names: dict[int, set[str]] = {}
@@ -172,8 +174,6 @@ class Steps(Dataset):
                 sample: Sample = sample,
                 counts: list[int] = counts,
             ) -> np.ndarray:
-                """Return the tiles of the sample's image number `place`. If it cannot be read, note the sample as
-                skipped and return black tiles."""
                 try:
                     return self.tiles(record, number, sample.place(place))
                 except DataError as error:
@@ -194,22 +194,19 @@ class Steps(Dataset):
 
         If an image cannot be read and `data.bad_records=skip`, a black one takes its place, and the sample is added to
         `facts.skipped`; `Loader.agree` then removes the sample's labels on all ranks. The sample must stay in the row,
-        because another rank of the row may be able to read the image.
-
-        Args:
-            numbers: numbers of the records in the row.
-            facts: counts of the whole step.
-            micro_batches: number of rows of the step.
+        because another rank of the row may be able to read the image. `numbers` are the row's records, `facts` the
+        counts of the whole step, `micro_batches` its number of rows.
         """
         self.records.fetch_ahead(set(numbers))
         rows = [self.read_or_black(number, facts) for number in numbers]
+        # the record of each label, with which `agree` finds the labels to remove
         kept = numbers if self.bad_records is BadRecords.skip else []
         keys = replace(self.keys_of(facts.step, numbers), records=kept)
         return self.collate(rows, facts, micro_batches, keys)
 
     def read_or_black(self, number: int, facts: StepFacts) -> Row:
-        """Read and encode a record. In the place of an image that cannot be read, return a black one of its size, and
-        add the sample to `facts.skipped`."""
+        """Read and encode a record; return the sample and its images. An unreadable image becomes a black one of its
+        size, and the sample is added to `facts.skipped`."""
         record = self.parse(number)
         sample, images = self.encode(record, number), []
         for n in range(len(sample.images)):
@@ -241,8 +238,9 @@ class Steps(Dataset):
             step,
             samples=len(chosen),
             tokens=int(records.lengths[chosen].sum()),
-            # Squared lengths. The two samples of a pair of answers do not attend to each other, and are about equally
-            # long: half of the square. With one prompt for both, they are counted as if they did.
+            # Pairs of tokens, for the cost of attention: squared lengths. The two samples of a pair of answers do not
+            # attend to each other, and are about equally long: half of the square. With one prompt for both, they are
+            # counted as if they did.
             pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.copies_prompt),
             label_tokens=int(records.labels[chosen].sum()),
             images=int(records.images[chosen].sum()),
@@ -277,7 +275,8 @@ class Steps(Dataset):
         return SkippedSample(number, self.records.where(number), error.kind, str(error), self.facts(0, [number]))
 
     def encode(self, record: Record, number: int) -> Sample:
-        """Encode a record; raise DataError if it is not what it was when it was indexed."""
+        """Encode sample `number` of the dataset, which is all of the record or one of several samples of it. Raise
+        DataError if it is not what it was when it was indexed."""
         if self.image_reader.status is not None:  # note what this worker reads, for messages
             self.image_reader.status.at(record.where)
         sample = self.encoder(record, self.records.turns(number))
@@ -318,20 +317,21 @@ class Steps(Dataset):
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
         """Return the names of the records that some ranks process in a step; those of all ranks if `ranks` is empty.
-        Here ranks are numbered so that those that process the same rows count separately."""
+        `ranks` are global ranks, of which several may process the same rows."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank, size = self.assignment(step, numbers), self.ranks_per_row
+            # `%`: in a pipeline, the ranks of each stage follow one another, and process the same rows again
             numbers = [n for rank in ranks for micro in by_rank[rank // size % self.world_size] for n in micro]
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
-        """Distribute the `numbers` of a step's records; return these numbers as [rank][micro-batch][record]."""
+        """Distribute the `numbers` of a step's records among ranks and micro-batches: [rank][micro-batch][record]."""
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank
         chosen = np.array(numbers, dtype=np.int64)
         lengths = self.records.lengths[chosen]
-        if self.most_tokens is None:
+        if self.most_tokens is None:  # one padded row for each sample
             # A pipeline may need more micro-batches than the samples fill (`round_micro_batches`). With
             # loss.normalize=micro_batch, to spread the samples over more of them would change the loss, a mean over
             # micro-batches: the number stays (`int`), and `prepare` adds empty micro-batches that do not count.
@@ -346,11 +346,11 @@ class Steps(Dataset):
 
     def probe(self) -> tuple[MicroBatch, list[Size]]:
         """Return a padded micro-batch for comparing the outputs of two models, and the sizes in pixels of its images.
-        They are the same on all ranks.
+        All ranks return the same.
 
         The micro-batch has two samples of step 0: one with an image and one without, neither with a video, and if
-        possible not truncated. Its `label_positions` are all tokens, so that the outputs at all of them are compared.
-        It has no labels.
+        possible not truncated. It has no labels; its `label_positions` are all tokens, so that all outputs are
+        compared.
         """
         rows: dict[bool, Row] = {}
         sizes: list[Size] = []

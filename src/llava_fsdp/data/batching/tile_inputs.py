@@ -56,10 +56,11 @@ class TileInputs:
             tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles.
 
         Returns:
-            Image inputs by their names in `Llava.forward`, such as `positions` (where the image tokens are), `rows`
-            (the index of each one's feature) and `tiles`, uint8.
+            Image inputs by their names in `Llava.forward`: `positions` of the image tokens, `rows` (index of each one's
+            vision feature, or of four with `weights`), `tiles` (uint8) and their dropout `seeds`.
         """
         per_tile, shown, firsts, begin = self.image_reader.tokens.features, [], list[int](), 0
+        # `shown`: tokens of each image and the number of features that it adds; `firsts`: index of its first feature
         for sample, images in rows:
             counts = [len(tiles) * per_tile for tiles in images]
             # of a pair, both answers; if they share the prompt, the images are only in the first one
@@ -92,8 +93,7 @@ def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def copy_aligned(values: np.ndarray) -> torch.Tensor:
-    """Copy float32 values into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, kernels
-    may give results that differ in the last bits."""
+    """Copy float32 values into memory of torch, aligned to 64 bytes. In NumPy's, kernels may give other last bits."""
     copy = torch.empty(values.shape)
     copy.numpy()[...] = values
     return copy

@@ -59,8 +59,7 @@ class WorkerStatus:
     """
 
     def __init__(self, workers: int = 0):
-        """Make shared memory for the process id, the step, and the name of the current record or image of each
-        worker."""
+        """Make shared memory for each worker's process id, step, and name of the current record or image."""
         self.pids = shared_array(ctypes.c_int64 * workers)
         self.steps = shared_array(ctypes.c_int64 * workers)
         self.steps[:] = [IDLE] * workers
@@ -169,7 +168,7 @@ class StartWorker:
         # these signals reach the whole process group, and the main process handles them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        end_with(self.parent)
+        end_with(self.parent)  # the kernel ends this worker when its parent ends
         gc.enable()  # the main process turned it off and collects at chosen times
         self.status.pids[worker] = os.getpid()
 
@@ -182,18 +181,15 @@ def steps_from_workers(
     pin_memory: bool,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
-    """Yield `steps[n]` for each n of `numbers`, in order, prepared by worker processes.
-
-    Without workers, or if they cannot be started (which is logged as a warning), this process prepares the steps
-    itself.
+    """Yield `steps[n]` for each n of `numbers`, in order, prepared by worker processes. Without workers, or if they
+    cannot be started (which is logged as a warning), this process prepares the steps itself.
 
     Args:
-        give_up: called about every second while waiting for a step. Once it returns True, None is yielded and the
-            iteration ends.
+        status: memory in which each worker notes its process id, step and record.
+        give_up: called about every second while waiting; if it returns True, None is yielded and the iteration ends.
 
     Raises:
-        WorkerError: a worker died, or the worker that prepares the next step stayed at one record for `data.stall`
-            seconds.
+        WorkerError: a worker died, or stayed at one record of the next step for `data.stall` seconds.
     """
     arriving = start_workers(steps, numbers, status, cfg.prefetch, cfg.stall, pin_memory) if status.workers else None
     if arriving is None:
@@ -203,7 +199,7 @@ def steps_from_workers(
     try:
         for number in numbers:
             step = next_step(arriving, number, status, cfg.stall, give_up)
-            yield step.receive() if isinstance(step, Sent) else step
+            yield step.receive() if isinstance(step, Sent) else step  # Sent: the tensors are in a memory file
             if step is None:
                 return
     finally:
@@ -234,9 +230,8 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, status: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """Start workers and return an iterator over the steps that they prepare. Its `next` raises RuntimeError if no step
-    comes within POLL_SECONDS seconds, or within `stall` if that is less. If workers cannot be started, log a warning
-    and return None."""
+    """Start workers and return an iterator over their steps. Its `next` raises RuntimeError if no step comes within
+    POLL_SECONDS seconds, or within `stall` if that is less. If they cannot be started, warn and return None."""
     children_before = multiprocessing.active_children()
     try:
         loader = DataLoader(

@@ -49,8 +49,8 @@ class DataFiles:
         location may go past the end of the file: then the bytes up to the end are returned.
 
         Raises:
-            ImageError: the image is too large, the Parquet page that contains it cannot be decompressed, or it does not
-                exist in the remote folder.
+            ImageError: the image is too large, its Parquet page cannot be decompressed, or it is not in the remote
+                folder.
             SourceError: the file cannot be read, or is shorter than when the dataset was examined.
         """
         if location.file in self.remote:  # a remote file of the dataset, with many images
@@ -110,8 +110,7 @@ class DataFiles:
 
     @cached_property
     def _found(self) -> dict[str, RemoteFile | None]:
-        """{URL of an image in a remote folder: its file, or None if it does not exist}, as `fetch_ahead` has found
-        them."""
+        """{URL of an image in a remote folder: its file, or None if it does not exist}; `fetch_ahead` fills it."""
         return {}
 
     @cached_property

@@ -78,7 +78,7 @@ class HubClient:
                         found.append(info)
         files = {}
         for info in found:
-            pin = f"{SHA256}{info.lfs.sha256}" if info.lfs else f"git:{info.blob_id}"
+            pin = f"{SHA256}{info.lfs.sha256}" if info.lfs else f"git:{info.blob_id}"  # changes with the content
             relative = info.path.removeprefix(path).lstrip("/")
             if relative.startswith(start):
                 files[relative] = RemoteFile(f"hf://datasets/{repo}@{commit}/{info.path}", info.size, pin)
@@ -183,8 +183,7 @@ def split_url(url: str) -> tuple[str, str | None, str]:
 
 
 def error_code(headers: Any) -> str:
-    """Return the hub's code for an error, such as `GatedRepo`, from the headers of its answer; empty if there is
-    none."""
+    """Return the hub's code for an error, such as `GatedRepo`, from its answer's headers; empty if there is none."""
     code = headers.get("X-Error-Code", "")
     return code if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
 

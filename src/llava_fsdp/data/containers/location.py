@@ -64,7 +64,8 @@ def location_from(file: str, values: Any) -> ImageLocation:
 
 
 def page_from(values: Any) -> Page:
-    """Return a compressed page from the values of its fields, in their order; raise ValueError for other values."""
+    """Return a compressed page of a Parquet file from a list of its fields: offset in the file, compressed bytes,
+    codec, decompressed bytes. Raise ValueError for other values."""
     match values:
         case [int() as offset, int() as packed, str() as codec, int() as unpacked]:
             if min(offset, packed, unpacked) >= 0 and codec in CODECS:

@@ -37,8 +37,7 @@ def run_within(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> 
 
 
 def split_url(url: str) -> tuple[str, str, str | None]:
-    """Split a URL into bucket, key and version (from `?versionId=`, which only S3 has; else None). Raise SourceError
-    without a bucket."""
+    """Split a URL into bucket, key and version (S3's `?versionId=`; else None). Raise SourceError without a bucket."""
     found = re.fullmatch(r"\w+://([^/?*\[]+)(?:/(.*?))?(?:\?versionId=([^?]+))?", url, re.DOTALL)
     if found is None:
         scheme = url.partition(":")[0]
@@ -136,8 +135,7 @@ class S3Client:
         return check_length(self._finish(get, seconds), size)
 
     def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Run a request for at most `seconds`, and return its result. Errors of s3fs, botocore and HTTP, and a timeout,
-        are raised as `Failure`."""
+        """Return the result of a request that runs for at most `seconds`; its errors are raised as `Failure`."""
         from aiohttp import ClientError as HttpError
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -187,9 +185,8 @@ class GsClient:
     listed object, which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """`idle`: seconds after which gcsfs gives up a request; `in_flight` is not used. Raise ConfigError if gcsfs is
-        not installed. Without credentials this takes seconds, because gcsfs also asks the metadata server of a virtual
-        machine."""
+        """Open gcsfs, which gives up a request after `idle` seconds; `in_flight` is not used. Raise ConfigError if
+        gcsfs is not installed. It takes seconds without credentials: gcsfs then asks the metadata server."""
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -200,7 +197,7 @@ class GsClient:
         )
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """List the files below a folder whose relative paths begin with `start`, as {path: file}."""
+        """List files below a folder whose relative paths begin with `start`: {path: file}. `seconds`: time limit."""
         bucket, key, _ = split_url(folder)
         listed = self._finish(lambda: self.fs._find(f"{bucket}/{key}", detail=True, prefix=start), seconds)
         return files_in_listing(folder, listed, lambda info: f"generation:{info['generation']}")

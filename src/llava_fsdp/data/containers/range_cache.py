@@ -69,8 +69,7 @@ class RangeCache:
         return self.folder / name[:2] / name
 
     def get(self, content: str, offset: int, size: int) -> bytes | None:
-        """Return the range of `size` bytes from `offset` in the file version that `content` identifies; None if the
-        cache does not have it."""
+        """Return `size` bytes from `offset` of the file version that `content` identifies; None if not cached."""
         path = self.path(content, offset, size)
         try:
             data = self._read(path, size)
@@ -108,11 +107,10 @@ class RangeCache:
             return
         self._unreported += on_disk(len(data) + DIGEST)
         if self._unreported > self.bound // REPORTED:
-            self._report()
+            self._report()  # adds to the folder's total, and deletes old entries if that is above the bound
 
     def _read(self, path: Path, size: int) -> bytes | None:
-        """Return the range in an entry's file. If the entry is damaged, delete it and return None. Raise OSError if it
-        cannot be read."""
+        """Return the range in an entry's file, or delete a damaged file and return None. OSError: it cannot be read."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
@@ -152,8 +150,7 @@ class RangeCache:
             log().warning("data.cache: old entries cannot be deleted: %s", why(error, self.folder))
 
     def _evict(self) -> int:
-        """Delete the entries whose last use is longest ago, and unfinished ones of killed processes. Return the size of
-        the rest."""
+        """Delete the least recently used entries, and unfinished ones of killed processes; return the rest's size."""
         # First add up the sizes by the second of the last use, because a list of many millions of entries would take
         # too much memory. Then find the second `last`: all entries of earlier seconds are deleted and, of this second,
         # the oldest until enough space is free

@@ -119,8 +119,7 @@ def unpack(page: Page, packed: bytes) -> bytes:
 
 
 def snappy_size(packed: bytes) -> int:
-    """Return the decompressed size that Snappy data claims: the base-128 number at its beginning, least significant
-    digit first."""
+    """Return the unpacked size that Snappy data begins with: a base-128 number, least significant digit first."""
     size = 0
     for digit, byte in enumerate(packed[:5]):
         size |= (byte & 127) << 7 * digit

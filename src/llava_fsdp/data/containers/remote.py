@@ -70,13 +70,11 @@ class RemoteStorage:
         return RemoteStorage, (self.deadline, self.idle, self.in_flight)
 
     def list_files(self, url: str) -> list[RemoteFile]:
-        """Return the file that a URL names, all files below a folder, or the files that match a pattern, sorted by the
-        bytes of their names.
+        """Return the file that a URL names, all files below a folder, or those that match a pattern, sorted by name.
 
         Args:
             url: URL of a file or a folder, or a pattern with `*`, `?`, `[...]` (within a name) or `**` (any folders). A
-                URL of a file of S3 may end with `?versionId=ID`. A branch or tag of the hub is resolved to its commit,
-                which is part of the returned names.
+                URL of a file of S3 may end with `?versionId=ID`. A branch or tag of the hub becomes its commit.
         """
         folder, start, pattern = split_pattern(url)
         client = self._client(url)
@@ -102,8 +100,7 @@ class RemoteStorage:
         return self._repeat(url, lambda seconds: client.stat(url, seconds))
 
     def stat_files(self, urls: Iterable[str]) -> dict[str, RemoteFile | None]:
-        """Call `stat` for several URLs, with up to `in_flight` requests at once; None for a file that does not
-        exist."""
+        """Call `stat` for several URLs, up to `in_flight` requests at once; None for a missing file."""
 
         def stat(url: str) -> RemoteFile | None:
             try:
@@ -188,12 +185,12 @@ def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:
     """Split a URL, which may be a pattern with `*`, `?` or `[...]`.
 
     Returns:
-        (URL of the folder to list; fixed beginning of the paths below that folder; regular expression for these paths,
-        or None if the URL is no pattern)
+        (URL of the folder to list; fixed beginning of the paths below it; regular expression for them or, without a
+        pattern, None)
     """
     from fsspec.utils import glob_translate
 
-    sign = re.search(r"[*\[]|\?(?!versionId=)", url)
+    sign = re.search(r"[*\[]|\?(?!versionId=)", url)  # `?versionId=` names a version of a file
     if sign is None:
         return url.rstrip("/"), "", None
     folder, _, start = url[: sign.start()].rpartition("/")

@@ -69,8 +69,7 @@ class Client(Protocol):
 
     def pin_folder(self, folder: str, seconds: float) -> str:
         """Return the URL of a folder, without a final slash; on the Hugging Face hub, with the branch or tag replaced
-        by the commit. `stat` takes this URL with the name of a file appended. Whether the folder exists is not
-        checked."""
+        by the commit; the name of a file may be appended. Does not check that it exists. `seconds`: time limit."""
         ...
 
     def stat(self, url: str, seconds: float) -> RemoteFile:

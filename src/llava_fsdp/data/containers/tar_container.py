@@ -66,8 +66,7 @@ def tar_samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
     first dot of the file name; this part is its key, and what follows the dot is a member's extension.
 
     Args:
-        file: the tar. Its headers are read one by one in ascending order, so a remote file should be read in large
-            blocks.
+        file: the tar, whose headers are read in ascending order: a remote one should be read in large blocks.
         skipped: counts the members of the tar that belong to no sample, and is updated: `folder`, `hidden file` (file
             names that begin with a dot, such as macOS's `._x.jpg`) and `no extension`.
 
@@ -191,8 +190,7 @@ def check_zeros(file: Reader, at: int) -> None:
 
 
 def header_size(file: Reader, at: int, header: bytes) -> int:
-    """Return the size of the member that follows a header of 512 bytes. Raise DataError if the header's checksum is
-    wrong."""
+    """Return the size of the member behind a header of 512 bytes. Raise DataError if its checksum or size is wrong."""
     checksum = parse_octal(header[148:156])
     # the checksum field itself counts as spaces
     if checksum != sum(header) - sum(header[148:156]) + 8 * 32:
@@ -251,8 +249,8 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
 
 
 def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int) -> int:
-    """Return the size of a member: the size in its pax header, if it has one that gives a size, else `size`, from its
-    own header."""
+    """Return the size of a member: that in its pax header (`values`) if there is one, else `size`, from its own
+    header."""
     written = values.get("size")
     if written is None:
         return size
@@ -262,7 +260,8 @@ def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int
 
 
 def check_kind(file: Reader, at: int, name: str, kind: bytes, values: dict[str, str]) -> None:
-    """Raise DataError if a member is neither a file nor a folder, or has an absolute name or one with `..`."""
+    """Raise DataError if a member of a tar is neither a file nor a folder, or has an absolute name or one with `..`.
+    `at`: offset of its header in bytes; `kind`: type byte of the header; `values`: its pax keywords."""
     if kind == SPARSE or SPARSE_KEYWORD in values:
         refuse(file, at, "it is a sparse file, stored without its zeros", "pack it again without tar --sparse", name)
     if kind in NO_FILES:

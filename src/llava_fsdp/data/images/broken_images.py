@@ -198,9 +198,9 @@ def mov_needs(file: BinaryIO, size: int) -> int:
 
 
 def matroska_needs(head: bytes) -> int:
-    """Return the number of bytes that a Matroska file must have; 0 if the size of its segment, which contains the
-    video, is unknown."""
-    length, at = vint(head, len(EBML))
+    """Return the bytes that a Matroska file must have; 0 if the size of its segment, which holds the video, is
+    unknown."""
+    length, at = vint(head, len(EBML))  # the number there, and the place behind it: the header's length
     at += length + len(EBML)  # the segment has an id of four bytes, too
     length, begin = vint(head, at)
     unknown = length == (1 << 7 * (begin - at)) - 1  # all bits are set

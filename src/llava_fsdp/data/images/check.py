@@ -123,14 +123,13 @@ class ImageFacts:
 
 def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> ImageFacts:
     """Check that an image can be read, and return its size after and its height before turning by the EXIF orientation,
-    and with `full` the checksum of its file.
+    and with `full` its file's checksum.
 
     Args:
         where: names the record in errors.
         full: whether to decode the whole image. If false, only the beginning of the file is read if that contains the
             size; then a truncated or broken rest is not noticed.
-        scaled: with `full`, whether to also check that an image with more than 8 bits per value can be scaled to 8
-            bits.
+        scaled: with `full`, also check that an image with more than 8 bits per value can be scaled to 8 bits.
 
     Raises:
         ImageError: the image cannot be read; its `kind` says why.
@@ -334,9 +333,8 @@ def check_values(image: Image.Image, what: str) -> None:
 
 
 def to_rgb(image: Image.Image, what: str) -> Image.Image:
-    """Convert an image to RGB, with a white background where it is transparent. The result is bit for bit that of
-    transformers' `convert_to_rgb`, except that values of more than 8 bits are scaled; Pillow would silently clip
-    them."""
+    """Convert an image to RGB, white where it is transparent. The result is bit for bit that of transformers'
+    `convert_to_rgb`, except that values of more than 8 bits are scaled; Pillow would silently clip them."""
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image).astype(np.float64)
         white = white_of(image.mode, values, what)
@@ -351,9 +349,8 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """Return the value that means white in an image of more than 8 bits: 65535 for 16-bit images; otherwise the
-    smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if no value fits.
-    `mode` is Pillow's, such as `I;16` or `F`."""
+    """Return the value of white in an image of more than 8 bits and Pillow's `mode`: 65535 with `I;16`; otherwise the
+    smallest of 1.0 (floats, mode `F`, only), 255 and 65535 that no pixel exceeds. Raise ImageError if none fits."""
     least, greatest = values.min(initial=0), values.max(initial=0)
     if mode.startswith("I;16"):
         possible_whites: tuple[float, ...] = (65535.0,)

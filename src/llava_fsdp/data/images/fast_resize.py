@@ -76,7 +76,9 @@ def pad_and_resize(
     `file` is not decoded yet; `what` names the image in errors."""
     width, height = shown_size(file)
     side = max(width, height)
+    # a JPEG may be decoded smaller, but not below its size in the square
     image = decode(file, (width * size / side, height * size / side), what)
+    # per axis: range of lines in the square that the image fills completely, and the part of the image that they show
     (left, right, x, end_x), (top, bottom, y, end_y) = (lines_within(n, side, size) for n in (width, height))
     inside = image.resize((right - left, bottom - top), resample, (x, y, end_x, end_y))
     if inside.size == (size, size):
@@ -98,8 +100,7 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
         size: width of the square after resizing.
 
     Returns:
-        (first line, end of the lines, begin of the shown part, end of the shown part), the last two in pixels of the
-        image.
+        (first line, end of the lines, begin and end of the shown part), the last two in pixels of the image.
     """
     before = (side - length) // 2
     first, end = -(-before * size // side), (before + length) * size // side

@@ -77,13 +77,9 @@ class ImageSource(ABC):
     @abstractmethod
     def count_tiles(self, record: Record, number: int, tokens: int = 0) -> int:
         """Return how much work an image or video is for the vision part: the number of tiles into which it is cut. A
-        model with a processor has no tiles: its work is counted in tokens, so `tokens` is returned. Raise ImageError if
-        the image's size is needed and cannot be read.
-
-        Args:
-            number: index of the image or video in its record.
-            tokens: number of tokens of the image or video.
-        """
+        model with a processor has no tiles: its work is counted in tokens, so `tokens`, the image's number of them, is
+        returned. `number`: index of the image or video in its record. Raise ImageError if the image's size is needed
+        and cannot be read."""
 
     @abstractmethod
     def check_shape(self, size: Size, stored_height: int, num_images: int, what: str) -> None:
@@ -108,12 +104,12 @@ class ImageSource(ABC):
 
     @abstractmethod
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """Read an image file or a video, like `tiles`.
+        """Read an image file or a video as its tiles, uint8 [tiles, 3, size, size]; for a model with a processor as the
+        image itself, uint8 [height, width, 3].
 
         Args:
             where: names the record in errors.
-            num_images: number of images of the record, without videos. Some models cut an image into tiles only if it
-                is the only one.
+            num_images: number of the record's images, without videos. Some models cut only a single one into tiles.
             sizes: the sizes (width, height) for which the image's tokens were counted; an image with another size is
                 refused if the number of its tokens depends on the size.
         """
@@ -143,8 +139,8 @@ class ImageSource(ABC):
 
     def begin_reading(self, record: Record, name: str) -> tuple[ImageFile, set[Size]]:
         """Return the file of an image, and the sizes that the index has of it, for which its tokens were counted.
-        Before that, note the image in `status` as the one that is being read, and raise ImageError if it is a link that
-        is not allowed."""
+        Before that, note in `status` that the image is being read, and raise ImageError if it is a link that is not
+        allowed."""
         path = self.checked_path(record, name)
         if self.status is not None:
             self.status.at(record.where, path)

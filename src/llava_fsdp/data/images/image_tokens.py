@@ -113,9 +113,8 @@ class ImageTokens:
         return np.append(grids.reshape(-1), as_blended(np.array([NEWLINE_ROW])))
 
     def tokens_of_tiles(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles, each the index of a feature or, with anyres_max, an
-        element of dtype BLENDED (indices and weights of four): first those of the whole image, which is tile 0, then
-        those of the grid of tiles.
+        """Return the tokens of an image that is cut into tiles, first those of the whole image (tile 0), then those of
+        the grid: each the index of a feature or, with anyres_max, a BLENDED element (indices and weights of four).
 
         With `model.patch_merge=flat`, the tokens of the grid are in the order of its tiles; otherwise in the order of
         its lines, across all tiles. With `spatial_unpad`, features of the grid that show only padding are left out, and
@@ -152,7 +151,9 @@ class ImageTokens:
         return shrink(lines, max(1, int(high // ratio)), max(1, int(wide // ratio)))
 
     def count_tiles(self, size: Size | None, images: int) -> int:
-        """Return into how many tiles an image is cut; arguments as for `of`."""
+        """Return into how many tiles an image is cut: those of its grid and the whole image, scaled down; 1 without a
+        grid. `size`: (width, height). `images`: number of images of the record, as a grid may be for single images
+        only."""
         if not self.needs_size(images):
             return 1
         assert size is not None, "the tiles of an image depend on its size"
@@ -166,9 +167,10 @@ class ImageTokens:
 
 
 def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
-    """Return a grid of features [rows, columns] without the rows or columns that show the black bars beside the image
-    (LLaVA llava_arch.py:104-130). `image_size`: (width, height) of the image in pixels."""
+    """Return the grid of an image's features, as indices [rows, columns], without the rows or columns that show the
+    black bars beside the image (LLaVA llava_arch.py:104-130). `image_size`: (width, height) of the image in pixels."""
     high, wide = lines.shape
+    # rounded to 7 places before int() cuts, as in transformers (modeling_llava_next.py:137): 23.9999999999 is 24
     if image_size[0] / image_size[1] > wide / high:
         kept = int(round(image_size[1] * (wide / image_size[0]), 7))
         bar = (high - kept) // 2
@@ -179,7 +181,8 @@ def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
 
 
 def as_blended(indices: np.ndarray) -> np.ndarray:
-    """Return features as weighted sums of one feature with weight 1 (BLENDED), in the shape of `indices`."""
+    """Return features, given by their indices, as weighted sums of four (dtype BLENDED) in the shape of `indices`: the
+    first has weight 1, the others 0."""
     blended = np.zeros(indices.shape, dtype=BLENDED)
     blended["row"] = indices[..., None]
     blended["weight"][..., 0] = 1
@@ -246,7 +249,8 @@ def needed_tiles(tokens: np.ndarray, features: int) -> tuple[np.ndarray, np.ndar
     """Find the tiles of an image that some of its tokens are made of.
 
     Args:
-        tokens: the tokens, as indices of features of the image's tiles, or with dtype BLENDED.
+        tokens: for each token the index of its feature in all tiles of the image, NEWLINE_ROW for the vector that ends
+            a line; with dtype BLENDED, of the four features (`row`) of which it is a weighted sum.
         features: number of features of a tile.
 
     Returns:

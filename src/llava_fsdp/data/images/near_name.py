@@ -12,9 +12,8 @@ MOST_NAMES = 200_000
 
 
 def near_name(path: Path) -> str | None:
-    """Return the path of an existing file whose name differs from that of a missing one only in letter case, Unicode
-    composition, blanks, backslashes instead of slashes, or escapes of addresses (`%20`). In `path`, `~` and links are
-    not resolved."""
+    """Return the path of an existing file whose name differs from a missing one only in letter case, Unicode form,
+    blanks, backslashes for slashes, or escapes (`%20`); else None. `~` and links are not resolved."""
     try:
         parts = Path(str(path).replace("\\", "/")).parts
         found = Path(parts[0]) if parts else path

@@ -56,8 +56,7 @@ class Preprocessor:
 
     @property
     def mean_colour(self) -> tuple[int, ...]:
-        """The mean that the normalisation subtracts, as an RGB colour with values 0 to 255. Padding has this colour
-        (LLaVA train.py:711)."""
+        """The mean that normalisation subtracts, in RGB from 0 to 255: the padding's colour (LLaVA train.py:711)."""
         return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
@@ -211,9 +210,8 @@ class ImageReader(ImageSource):
         return self.sampling
 
     def has_image_facts(self, record: Record) -> bool:
-        """Return whether the index knows enough of a record's images and videos to compute their numbers of tokens: the
-        length of each video and, if images are cut into tiles, the size of each image. In the index, these are 0 if the
-        file could not be read."""
+        """Return whether the index has what the numbers of tokens of a record's images and videos depend on: the length
+        of each video and, if images are cut into tiles, each image's size. They are 0 if a file could not be read."""
         assert record.sizes is not None and record.frames is not None
         needs_size = self.tokens.needs_size(record.num_images)
         for name, size, (frame_count, _rate) in zip(record.images, record.sizes, record.frames, strict=True):
@@ -254,14 +252,12 @@ class ImageReader(ImageSource):
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
         """Read an image file or a video as tiles, uint8 [tiles, 3, size, size]. Each frame of a video is squeezed to
-        one tile with the bicubic filter, as transformers' LlavaOnevisionVideoProcessor does, whatever the vision
-        tower's preprocessing is.
+        one tile, bicubic for every vision tower, as transformers' LlavaOnevisionVideoProcessor does.
 
         Args:
             where: names the record in errors.
             num_images: number of images of the record, which may decide whether an image is cut into several tiles.
-            sizes: the sizes for which the tokens of an image of several tiles were counted; another size raises
-                ImageError.
+            sizes: sizes for which the tokens of an image of several tiles were counted; another raises ImageError.
         """
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -290,7 +286,8 @@ def load_image(
         return load_fast(path, preprocessor, aspect, where)
     image = open_image(path, where, pixels)
     check_enlarged(image.size, preprocessor, aspect, f"{where}: {path}")
-    # the same pixels as padding and resizing below, but faster; not for tiny images, as `misread` may change the square
+    # the same pixels as padding and resizing below, but faster; not for tiny images, whose square `misread` may change:
+    # like LLaVA, it takes the height of an image 3 pixels high for the colour channels
     if aspect is AspectRatio.pad and max(image.size) > MISREAD:
         return resize_padded(image, preprocessor)
     if aspect is AspectRatio.pad:
@@ -364,8 +361,7 @@ def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size].
 
     Pillow resizes first horizontally, which leaves lines of one colour as they are. So the padding above and below a
-    wide image is added only after this horizontal pass. The result has the same bits and takes, for 4:3 images, a third
-    less work.
+    wide image is added only after this pass, with the same result, and a third less work for 4:3 images.
     """
     size, side = preprocessor.size, max(image.size)
     if image.width <= image.height:
@@ -385,8 +381,7 @@ def misread(image: Image.Image, what: str) -> Image.Image:
 
 
 def check_height(stored_height: int, what: str) -> None:
-    """Raise ImageError for an image 1 pixel high, at which LLaVA fails. `stored_height`: height before turning by the
-    EXIF orientation, in pixels."""
+    """Raise ImageError if `stored_height`, before turning by the EXIF orientation, is 1 pixel: there LLaVA fails."""
     if stored_height == 1:
         raise ImageError(f"{what} has height 1, which LLaVA cannot read; set data.pixels=exact", Kind.image_shape)
 

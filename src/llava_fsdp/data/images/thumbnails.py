@@ -36,7 +36,7 @@ def thumbnail(path: str) -> str | None:
 
 
 def tile_thumbnail(tile: np.ndarray, side: int) -> str:
-    """Return a thumbnail of pixels, uint8 [3, height, width], with at most `side` pixels a side."""
+    """Return a thumbnail of pixels, uint8 [3, height, width], with at most `side` pixels a side, as a data: URL."""
     image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
     image.thumbnail((side, side))
     return data_url(jpeg(image, 60))

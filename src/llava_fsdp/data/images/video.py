@@ -49,14 +49,8 @@ class FrameChoice(Protocol):
     limited."""
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers, from 0, of the used frames of a video of `frames` frames, ascending.
-
-        Args:
-            rate: frames per second.
-
-        Raises:
-            NoFrameError: no frame can be chosen.
-        """
+        """Return the numbers, from 0, of the used frames of a video of `frames` frames, ascending; `rate` is its frames
+        per second. Raise NoFrameError if no frame can be chosen."""
         ...
 
 
@@ -82,7 +76,7 @@ class VideoSampling:
         return cls(cls.fps if fps is None else fps, cls.frames if frames is None else frames)
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers, from 0, of the used frames of a video of `frames` frames, ascending."""
+        """Return the numbers, from 0, of the used frames of a video of `frames` frames, `rate` a second; ascending."""
         spaced = range(0, frames, max(1, round(rate / self.fps)))
         if len(spaced) <= self.frames:
             return list(spaced)
@@ -129,8 +123,7 @@ def examine_video(path: Path, where: str, sampling: FrameChoice, full: bool) -> 
     Args:
         where: names the record in errors.
         sampling: chooses the used frames. With `sampling.keeps_size`, the model gets frames in the video's own size, so
-            their size is returned as a player shows them, after rotation, and may not be too large; otherwise it is
-            that of the stored frames.
+            their size is returned as a player shows them, after rotation, and may not be too large; else as stored.
         full: whether to decode the used frames. If false, none is decoded; with `sampling.keeps_size` the first one is.
 
     Raises:
@@ -159,8 +152,7 @@ def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[
     """Return frames of a video as RGB images, rotated as a video player shows them.
 
     Args:
-        choose: function (number of frames of the video, frames per second) -> numbers of the frames to read, in
-            ascending order.
+        choose: function (number of the video's frames, frames per second) -> numbers of the frames to read, ascending.
 
     Raises:
         ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.

@@ -33,7 +33,7 @@ def check_mov(file: BinaryIO, size: int) -> None:
         try:
             # a table has its number of entries at a certain offset behind the box's head
             count = read_number(">I", read_at(file, at + COUNTS.get(kind, 4), 4), 0)
-        except struct.error:  # it ends early
+        except struct.error:  # the file ends early, which FFmpeg reports later
             return
         if kind == b"elst":
             require_at_most(count, EDITS, "edits")

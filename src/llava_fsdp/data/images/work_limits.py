@@ -152,7 +152,7 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
         if found.start() > at:
             require_at_most(junk := junk + found.start() - at, JUNK, "or more bytes between its segments")
         at, marker = found.end(), found[1][0]
-        if marker < 0xC0 or at + 2 > len(data):
+        if marker < 0xC0 or at + 2 > len(data):  # reserved marker or end of the file: nothing is decoded behind it
             return
         size = read_number(">H", data, at)
         yield marker, at, size
@@ -221,6 +221,8 @@ def hexadecimal(kind: bytes, content: bytes) -> bytes:
 
 def check_gif(data: bytes) -> None:
     """Raise TooMuchWork if a GIF has too many blocks or bytes of comments before its first frame."""
+    # 13 bytes of header, and a palette if bit 0x80 is set; 0x2C begins a frame, 0x3B ends the file, 0x21 0xFE begins a
+    # comment, 0x21 another extension, of sub-blocks that begin with their size
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
     blocks = comments = 0
     while data[at] != 0x2C and data[at] != 0x3B:

@@ -114,8 +114,7 @@ class Plan:
 
     @property
     def sized_by_records(self) -> ImageSource | None:
-        """With `data.examine=lazy`, the reader of images if the numbers of their tokens depend on sizes, which the
-        records must give then."""
+        """With `data.examine=lazy`, the image reader if it counts tokens by sizes, which records must then give."""
         return self.reader if self.cfg.examine is Examine.lazy and self.reader.needs_size(1) else None
 
     def with_examine_chosen(self, records: Path) -> "Plan":
@@ -135,9 +134,8 @@ class Plan:
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, set to truncate long records, so that the index is the same for every value of `data.too_long`.
-        Whether long records are skipped or stop the run is decided when the dataset is opened. Encoders without such a
-        setting are returned as they are."""
+        """The encoder, set (if it can be) to truncate long records, so that the index is the same for every value of
+        `data.too_long`. Whether long records are skipped or stop the run is decided when the dataset is opened."""
         encoder = self.encoder
         if isinstance(encoder, ExactEncoder | ProcessorEncoder):
             return replace(encoder, too_long=TooLong.truncate)
@@ -285,8 +283,9 @@ def holding_lock(path: Path) -> Iterator[None]:
 
 
 def find_index(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Open the index of a dataset if all its parts are complete for the present sizes and modification times of the
-    dataset's files; else return None. `folder`: folder of the index."""
+    """Open a dataset's index in `folder` if it is complete for the present sizes and modification times of the
+    dataset's files; else return None. It is complete with four folders of columns: the records' positions (`texts`),
+    and facts about records (`records_name`), images (`pictures_name`) and tokens (`encoded_name`)."""
     known_state = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known_state is None:
         return None
@@ -337,14 +336,12 @@ def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded
 
 
 def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index and open it. Its parts are folders: positions of the records in their files
-    (`texts`), and columns about records, about images (`pictures`) and about tokens (`encoded`). The caller must hold
-    the lock of the index.
+    """Make all missing parts of the index in `folder`, whose lock the caller holds, and open it. Its parts are folders:
+    positions of the records in their files (`texts`), and columns about records, images (`pictures`) and tokens
+    (`encoded`).
 
     Args:
-        sources: the data sources with their files.
-        folder: folder of the index.
-        watch: shows the progress.
+        plan: what the index is made from (configuration, encoder, image reader), and the number of workers.
         look_again: whether to read the files of records and every bad image again, because they may have been fixed.
     """
     most_bytes = plan.cfg.max_record_bytes
@@ -385,7 +382,7 @@ def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watc
 
 
 def is_part(name: str) -> bool:
-    """Return whether this is the final name of a folder of the index, which the folder gets when it is complete."""
+    """Return whether a folder of the index is complete, by its name: while one is made, its name has a suffix."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
@@ -404,9 +401,8 @@ def delete_new_parts(folder: Path, state: Path, parts_before: set[Path]) -> None
 
 
 def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[TextFile, ...]:
-    """Make a local text file of each file of records, and return these text files: the records of Parquet files and
-    tars are written as JSON Lines, compressed text files are unpacked, and remote ones are copied. A local text file is
-    used itself.
+    """Make a local text file of each file of records, and return these: Parquet files and tars are written as JSON
+    Lines, compressed text files are unpacked, and remote ones are copied. A local text file is used itself.
 
     Args:
         files: the files of records of all data sources.
@@ -465,10 +461,8 @@ def run_pass(task: P, chunks: Path, result: ResultFolder[P], workers: int, watch
 
     Args:
         task: computes the columns of a chunk of records.
-        chunks: folder for the results of single chunks. They are kept, so that only new files are examined when files
-            are added to the dataset.
-        result: the folder to write, with what completes the joined columns (`finish`) and the columns that are not
-            joined.
+        chunks: folder for the results of single chunks, which are kept: later, only files that are new are examined.
+        result: the folder to write, what completes the joined columns (`finish`), and the columns that are not joined.
         watch: shows the progress under the name `label`.
     """
     if result.path.is_dir():
@@ -490,8 +484,7 @@ def scales_wide_values(plan: Plan) -> bool:
 
 
 def pictures_name(plan: Plan) -> str:
-    """Return the name, without its number, of the folder of columns about images, which changes with the settings on
-    which these columns depend."""
+    """Return the name, without its number, of the folder of image columns, from the settings that they depend on."""
     cfg = plan.cfg
     settings: list[object] = [cfg.examine.value, cfg.allow_links, scales_wide_values(plan)]
     if plan.reader.sampling is not None:
@@ -530,8 +523,8 @@ def newest_version(folder: Path) -> Path | None:
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Examine the images of a dataset, and return the folder of the columns about them. If this has been done, the
-    folder is returned, unless an image was fixed.
+    """Examine the images of a dataset, and return the folder of the columns about them. If this has been done, only the
+    folder is returned, unless a bad image was fixed.
 
     Args:
         state: folder of the index for the present content of the dataset's files.
@@ -540,7 +533,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
             computed anew, and all columns are written to a folder with the next number.
     """
     records = state / plan.records_name
-    chosen_plan = plan.with_examine_chosen(records)
+    chosen_plan = plan.with_examine_chosen(records)  # `data.examine=auto` is replaced by a mode for so many images
     cfg = chosen_plan.cfg
     task = ExaminePictures(
         folder=state / "texts",
@@ -577,8 +570,8 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return counts of the images that were decoded and that are bad (`Examined`), for `done.json`. The result is empty
-    if there are no images, or if `data.examine` is neither `sample` nor `lazy`, with which no image is decoded.
+    """Return the numbers of the images, of those that were decoded and of those that are bad (`Examined`), for
+    `done.json`; empty without images, or if `data.examine` is neither `sample` nor `lazy` (which decodes no image).
     `staged`: folder with the columns of the pass."""
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):

@@ -53,8 +53,7 @@ class Records:
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _count(self) -> int:
-        """Count the records with each kind of problem and the skipped ones; return how many samples the records to
-        train on make."""
+        """Count records by kind of problem, and skipped ones; return the number of samples of those not skipped."""
         dropped_bits = mask(*self.dropped_kinds)
         too_long_bits = dropped_bits & BITS[Kind.too_long]
         wrong_bits = dropped_bits & ~too_long_bits
@@ -73,18 +72,16 @@ class Records:
         return samples
 
     def _rows_of(self, begin: int, chosen: np.ndarray) -> np.ndarray:
-        """Return for each sample of consecutive records whether its record is chosen, bool [samples]. A record gives
-        one or several samples (`first_row` is None if each gives one).
-
-        Args:
-            begin: number of the first of these records.
-            chosen: whether each of them is chosen, bool [records].
-        """
+        """Return for each sample of some consecutive records whether its record is chosen, bool [samples]. A record
+        gives one or several samples (`first_row` is None if each gives one). `begin`: number of the first record;
+        `chosen`: whether each is chosen, bool [records]."""
         first = self.index.first_row
         return chosen if first is None else np.repeat(chosen, np.diff(first[begin : begin + len(chosen) + 1]))
 
     def _choose(self) -> Iterator[np.ndarray]:
-        """Yield the numbers in the index of the samples to train on, in blocks, int64 [block]."""
+        """Yield the numbers in the index of the samples to train on, in blocks, int64 [block]: those of records without
+        a problem for which records are skipped (a bit of `flags` for each kind of problem)."""
+        # first: number of the first sample of each record; None if each record gives one sample
         dropped_bits, first = mask(*self.dropped_kinds), self.index.first_row
         for begin, flags in self.index.blocks():
             yield np.flatnonzero(self._rows_of(begin, (flags & dropped_bits) == 0)) + (
@@ -118,8 +115,8 @@ class Records:
         return row if first is None else int(np.searchsorted(first, row, side="right")) - 1
 
     def turns(self, number: int) -> tuple[int, int] | None:
-        """Return the indices of the turns that are the first and the last answer of a sample; None if the sample has
-        all answers of its record."""
+        """Return the indices of the turns that are a sample's first and last answer; None if it has all answers of its
+        record."""
         if self._turns is None:
             return None
         first, last = (int(column[self._row(number)]) for column in self._turns)
@@ -139,8 +136,7 @@ class Records:
         return first is None or int(first[self.number_in_index(number)]) == self._row(number)
 
     def count_records(self, begin: int, end: int) -> int:
-        """Return the number of records to which the samples `begin` to `end` - 1 belong. They are all samples of these
-        records."""
+        """Return the number of records whose samples, all of them, are `begin` to `end` - 1."""
         if self.index.first_row is None:
             return end - begin
         return len({self.number_in_index(number) for number in range(begin, end)})
@@ -161,7 +157,7 @@ class Records:
     @cached_property
     def has_images(self) -> bool:
         """Whether any record of the dataset has an image, or a file that cannot be read."""
-        frames = self._sizes.frames
+        frames = self._sizes.frames  # number of frames of each file, 0 for an image; None if videos are not read
         return len(self._sizes.width) > 0 if frames is None else bool((frames == 0).any())
 
     @cached_property
@@ -185,13 +181,14 @@ class Records:
         return self.index.store.name(self.number_in_index(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
-        """Return a column of the index, with a value for each sample that is trained on. `folder`: folder of the
-        column. Outside the folder of the columns about tokens, a column has a value for each record, which all samples
-        of the record get."""
+        """Return a column of the index, with a value for each sample that is trained on. `folder`: its folder. Columns
+        about tokens (in `index.encoded`) have a value for each sample; others, for each record, which all its samples
+        get."""
         values = open_column(folder, name)
         is_record = folder != self.index.encoded and self.index.first_row is not None
         if self.numbers is None and not is_record:
             return values
+        # computed once, into a file that all processes map into memory
         return self._shared(
             name, len(self), values.dtype,
             lambda: (values[self.records_of(block) if is_record else block] for block in self._blocks()),
@@ -214,8 +211,7 @@ class Records:
 
     @cached_property
     def weights(self) -> np.ndarray | None:
-        """Sum of the weights of each sample's labels after truncation, in units of 1 / FULL_WEIGHT, int64 [samples];
-        None if all weights are 1."""
+        """Sum of each sample's label weights after truncation, int64 [samples], in 1 / FULL_WEIGHT; None: all are 1."""
         has_weights = (self.index.encoded / f"{LABEL_WEIGHT}.npy").is_file()
         return self.column(self.index.encoded, LABEL_WEIGHT) if has_weights else None
 
@@ -275,7 +271,7 @@ class Records:
     def samples_before(self, records: Sequence[int]) -> list[int]:
         """Return, for each record number in `records` (numbers in the index), how many of the samples that are trained
         on belong to earlier records."""
-        first = self.index.first_row
+        first = self.index.first_row  # for each record, the number of its first sample; None: each gives one sample
         rows = records if first is None else first[np.array(records)]
         return list(rows) if self.numbers is None else np.searchsorted(self.numbers, rows).tolist()
 

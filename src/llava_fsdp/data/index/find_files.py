@@ -118,8 +118,7 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
         key: name of the setting that has the URL, for messages.
 
     Raises:
-        ConfigError: no file of records is found; or a folder on the Hugging Face hub also has files that are not for
-            training, such as a test set.
+        ConfigError: no file of records is found; or a folder on the hub also has files such as a test set.
         SourceError: the remote storage cannot be listed.
     """
     listed = RemoteStorage().list_files(url)

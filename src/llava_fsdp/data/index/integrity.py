@@ -36,8 +36,7 @@ def damaged_index(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def reading_index(path: Path) -> Iterator[None]:
-    """Context manager for reading a file of an index: a FileNotFoundError becomes a DamagedError, any other OSError a
-    SourceError."""
+    """Context manager: FileNotFoundError for a file of an index becomes DamagedError, another OSError SourceError."""
     with reading(path):
         try:
             yield
@@ -59,7 +58,7 @@ def read_column(path: Path) -> np.ndarray:
     DamagedError if the file is missing or not a whole .npy file."""
     with reading_index(path):
         try:
-            mapped = path.stat().st_size > 128  # an empty array cannot be mapped
+            mapped = path.stat().st_size > 128  # size of the header; an empty array cannot be mapped
             return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
         except NOT_NUMPY as error:
             raise damaged_index(path, "it is not a whole .npy file") from error
@@ -79,8 +78,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_done(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json` into a folder of an index, with `facts` and the size and checksum of every file in the folder.
-    Call this after all other files are written."""
+    """Write an index folder's `done.json`, after all other files: `facts`, and the size and checksum of each file."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))

@@ -85,9 +85,8 @@ class SourceFile:
     @property
     def identity(self) -> list[Any]:
         """Values that the parsed records depend on, beside the file's content. The commit in a URL of the Hugging Face
-        hub is left out, because a new commit need not change this file. The commit in the URL of a folder of images
-        stays, because a new commit may change any of its images. `keys.pairs`: whether the records are read as pairs of
-        a chosen and a rejected answer."""
+        hub is left out, because a new commit need not change this file; that in the URL of a folder of images stays,
+        because a new commit may change any image. `keys.pairs`: whether records have a chosen and a rejected answer."""
         is_local = self.images is not None and not is_remote(self.images)
         images = os.path.realpath(str(self.images)) if is_local else self.images
         values = [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
@@ -208,12 +207,8 @@ class RecordStore:
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
         """Open the positions of the records in their files: the columns SPAN (offset, size and line) in a folder of the
-        index, which `join_positions` has written. Raise DamagedError if the folder is damaged.
-
-        Args:
-            videos: whether videos are read.
-            cache: folder for parts of remote files; None: they are not kept.
-        """
+        index, which `join_positions` has written. Raise DamagedError if the folder is damaged. `videos`: whether videos
+        are read; `cache`: folder for parts of remote files; None: they are not kept."""
         self.folder = folder
         self.videos = videos
         self.cache = cache
@@ -262,13 +257,9 @@ class RecordStore:
         return {file: None if file.images is None else open_folder(file.images, self.data_files) for file in files}
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a record, JSON.
-
-        Raises:
-            DataError: the record is larger than data.max_record_bytes.
-            SourceError: the source file cannot be read, or has changed.
-            DamagedError: the dataset's index is damaged.
-        """
+        """Return the bytes of a record, JSON. Raise DataError if it is larger than data.max_record_bytes, SourceError
+        if its file cannot be read or has changed, and DamagedError if the dataset's index is damaged."""
+        # text: path of the file of records, or of its copy in the index if it is compressed, remote, or no text
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
             raise damaged_index(self.folder / "offset.npy", f"a record of {size} bytes at {offset} is impossible")
@@ -277,7 +268,6 @@ class RecordStore:
         try:
             return self.data_files.open(text).read(offset, size)
         except SourceError as error:
-            # the missing file is the index's local copy of the file of records
             if text != source.path and isinstance(error.__cause__, FileNotFoundError):
                 raise damaged_index(Path(text), "it is missing") from error
             raise
@@ -335,26 +325,24 @@ class RecordStore:
         self.data_files.fetch_ahead(place for place in locations if place is not None)
 
     def record(self, number: int, text: bytes | None = None) -> Record:
-        """Read and parse a record; `text` has its bytes if they have been read already. Raise a DataError with a `kind`
-        if it is invalid."""
+        """Parse a record, from its bytes `text` if they are given. Raise a DataError with a `kind` if it is invalid."""
         source, index = self.locate(number)
         folder = self._folders[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
         record = parse_record(source.path, index, raw, self.line(number), source.keys, self.videos)
+        # `folder` has the images that the record names; `inline` locates those embedded in the file of records
         return replace(record, folder=folder or record.folder, data_files=self.data_files if record.inline else None)
 
 
 def source_from(raw: dict[str, Any]) -> DataSource:
-    """Return a data source from its JSON values in `done.json`. Raise BadJson, KeyError or TypeError if they are not
-    what was written."""
+    """Return a data source from its JSON in `done.json`. Raise BadJson, KeyError or TypeError if that is wrong."""
     files = tuple(SourceFile(**require_kinds(own, kinds_of(SourceFile))) for own in raw["files"])
     require_kinds(raw, {"name": (str,), "path": (str,), "files": (list,)})
     return DataSource(raw["name"], raw["path"], files)
 
 
 def part_from(raw: dict[str, Any]) -> NumberedFile:
-    """Return a file of records from its JSON values in `done.json`. Raise BadJson, KeyError or TypeError if they are
-    not what was written."""
+    """Return a record file from its JSON in `done.json`. Raise BadJson, KeyError or TypeError if that is wrong."""
     file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
     require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})
     return NumberedFile(**{**raw, "file": file})
@@ -383,9 +371,9 @@ class FindRecords:
     """Greatest size of a record in bytes."""
 
     def __call__(self, chunk: int) -> Columns:
-        """Write the positions of a file's records; the returned columns are empty, and only mark the chunk as done."""
+        """Write the positions of the records of text file number `chunk`. The result, empty columns, marks its end."""
         text = self.texts[chunk]
-        # one of several Parquet files may have no rows; `join_positions` raises an error if it is the only one
+        # made of a Parquet file without rows, which is allowed; `join_positions` raises an error if there are no others
         if is_parquet(text.file.path) and not text.path.stat().st_size:
             log().warning("%s holds no records", text.file.path)
             return {"count": np.zeros(0, dtype=np.int64)}
@@ -446,6 +434,7 @@ def join_positions(
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
+        # numbers beyond int32 become its largest: such a record is over data.max_record_bytes (4 MiB by default), too
         columns = (np.minimum(read_column(p)[:, place], np.iinfo(dtype).max).astype(dtype) for p in pieces)
         write_column(staged / f"{name}.npy", columns, np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts]}

@@ -20,8 +20,7 @@ LOCK = "lock"
 
 def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], Iterable[np.ndarray]]) -> np.ndarray:
     """Return a one-dimensional array [count] from a .npy file, memory-mapped. If the file is missing, one process
-    writes it first while the others wait. If it cannot be written (the folder is read-only, or the disk is full), the
-    array is returned in memory.
+    writes it first while the others wait; if that fails (disk full, folder read-only), the array is in memory.
 
     Args:
         path: the file, in a folder for such arrays; its name must change with everything that the values depend on.

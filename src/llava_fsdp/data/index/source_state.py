@@ -44,13 +44,11 @@ class State:
 
 def find_state(sources: list[DataSource], folder: Path, most_bytes: int, watch: Watch, look_again: bool) -> State:
     """Return the State of a dataset's files: checksums of their content, by which the folders of the index are named.
-    It is looked up in `known.json` by the files' sizes and modification times, and computed if it is not there, or with
-    `look_again`.
+    It is looked up in `known.json` by the files' sizes and times, and computed if not there, or with `look_again`.
 
     Args:
         folder: folder of the index.
-        most_bytes: greatest size of a record in bytes. The State depends on it, because with another limit other
-            records are valid.
+        most_bytes: greatest size of a valid record in bytes. The State depends on it.
         watch: shows the progress of reading the files.
     """
     known_states = read_known(folder)
@@ -118,8 +116,7 @@ def state_from(values: dict[str, Any]) -> State:
 
 
 def read_known(folder: Path) -> dict[str, State]:
-    """Read `known.json`: {result of `stamp`: State}. A damaged file counts as empty, because its content can be
-    computed again."""
+    """Read `known.json`: {result of `stamp`: State}. A damaged file counts as empty: it can be made again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
@@ -129,7 +126,8 @@ def read_known(folder: Path) -> dict[str, State]:
 
 
 def stamp(sources: list[DataSource], most_bytes: int) -> str:
-    """Return a text that changes with the sizes and modification times of the files, and with `most_bytes`."""
+    """Return a text that changes with the sizes and modification times of the files, and with the limit on a record's
+    size, `most_bytes`."""
     values = []
     for file in files_of(sources):
         values.append([file, *version_of(file)])

@@ -67,8 +67,7 @@ class Counts:
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
-    """Return the content of report.json: all statistics of a dataset, and the first SHOWN records with each kind of
-    problem."""
+    """Return the content of report.json: all statistics of a dataset, and the first SHOWN records of each problem."""
     index = records.index
     sources, files = count_with_problems(records)
     return {
@@ -98,7 +97,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 
 def count_sources(records: Records) -> list[Counts]:
-    """Return the counts of each data source. Their field `problems` is still empty."""
+    """Return counts of samples, tokens, images etc. for each data source, without the counts of `problems`."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     found = [
@@ -110,7 +109,7 @@ def count_sources(records: Records) -> list[Counts]:
 
 
 def count_files(records: Records) -> list[Counts]:
-    """Return the counts of each file of records. Their field `problems` is still empty."""
+    """Return counts of samples, tokens, images etc. for each file of records, without the counts of `problems`."""
     parts = records.index.store.parts
     kept = records.samples_before(file_bounds(records).tolist())
     ranges = zip(parts, itertools.pairwise(kept), strict=True)
@@ -124,12 +123,9 @@ def file_bounds(records: Records) -> np.ndarray:
 
 
 def fill_counts(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
-    """Fill in the fields of `counts` on tokens, images etc., and return it.
-
-    Args:
-        counts: its field `records` has the number of all records, skipped ones included.
-        kept: range [begin, end) of the samples to count, numbered among those that are trained on.
-    """
+    """Fill in the fields of `counts` on tokens, images etc., and return it. Its field `records` has the number of all
+    records, skipped ones included. `kept`: range [begin, end) of samples to count, in the numbers of those that are
+    trained on."""
     begin, end = kept
     counts.left_out = counts.records - records.count_records(begin, end)
     counts.samples = end - begin
@@ -207,8 +203,7 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """Return the width of the bars of a histogram of 0 to `longest`: the smallest of 1, 2, 5, 10, 20, ... that gives at
-    most BARS bars."""
+    """Return the bars' width in a histogram of 0 to `longest`: the least of 1, 2, 5, 10, ... with at most BARS bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -218,7 +213,8 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """Return, for each maximum length, what truncation to it loses in all data sources together and in each one."""
+    """Return, for each maximum length, what truncation to it loses in all data sources together and in each one: counts
+    of records, tokens and labels, from `index.losses`, int64 [data sources, maximum lengths, kinds of counts]."""
     names = [source.name for source in index.store.sources]
     return [
         {

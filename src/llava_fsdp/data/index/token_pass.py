@@ -87,10 +87,10 @@ class EncodeRecords(DatasetPass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Encode the records with these numbers, and return columns of counts: COUNTS (int32) and LABEL_WEIGHT with a
-        value for each sample; ROW_COUNTS with one for each record; LOSSES_COLUMN and TAUGHT_COLUMN with sums over all.
-        A record may give several samples; one that gives none gets a sample of zeros. `found` gets the records'
-        problems."""
+        """Encode the records with these numbers, and return columns of counts. Per sample: COUNTS (int32: tokens, ...)
+        and LABEL_WEIGHT; per record: ROW_COUNTS (its samples); sums over all: LOSSES_COLUMN (what is lost to truncation
+        at each length in `limits`), TAUGHT_COLUMN (what is learnt). A record without a sample gets one of zeros, and
+        its problem goes into `found`."""
         rows: list[list[Row]] = [[NO_ROW] for _ in numbers]
         weights = [[0] for _ in numbers]
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
@@ -111,17 +111,17 @@ class EncodeRecords(DatasetPass):
         return {**columns, ROW_COUNTS: counts, LOSSES_COLUMN: losses.reshape(-1), TAUGHT_COLUMN: taught}
 
     def rows(self, record: Record, measured: Sequence[MeasuredSample]) -> list[Row]:
-        """Return the values in the columns COUNTS of each sample of a record. Samples that truncation leaves without
-        labels are left out (`kept_samples`); their labels count as lost by the last sample that is kept. `measured`:
-        each sample as in training (`sample`) and not truncated (`whole`)."""
+        """Return the columns COUNTS of the index (number of tokens, of labels, of images, ...) for each sample of a
+        record. Samples that truncation leaves without labels are left out (`kept_samples`); their labels count as lost
+        by the last kept sample. `measured`: each sample as in training (`sample`) and not truncated (`whole`)."""
         kept = kept_samples(measured)
         lost = sum(own.whole.num_labels for own in measured) - sum(own.whole.num_labels for own in kept)
         rows = []
         for own in kept:
             sample = own.sample
-            lengths = [len(rows) for rows in sample.image_rows]
+            lengths = [len(rows) for rows in sample.image_rows]  # number of tokens of each image
             tiles = sum(self.reader.count_tiles(record, sample.place(n), tokens) for n, tokens in enumerate(lengths))
-            first, last = sample.turns or (-1, -1)
+            first, last = sample.turns or (-1, -1)  # indices of the first and the last answer; -1: it has all answers
             cut = sample.labels_cut + (lost if own is kept[-1] else 0)
             rows.append((
                 sample.length, sample.num_labels, len(sample.images), tiles,
@@ -150,7 +150,7 @@ class EncodeRecords(DatasetPass):
     def check_shapes(self, record: Record, number: int) -> None:
         """Raise DataError if the shape of an image does not work with `data.image_aspect_ratio` and `data.pixels`."""
         for place, name in enumerate(record.images):
-            width, height, stored_height = self.sizes.sizes_of(number, place)
+            width, height, stored_height = self.sizes.sizes_of(number, place)  # stored_height: before EXIF turns it
             if width and not is_video(name):
                 what = f"{record.where}: image {self.reader.path(record, name)}"
                 self.reader.check_shape((width, height), stored_height, record.num_images, what)
@@ -186,8 +186,10 @@ def tell_special_token(record: Record, position: int, text: str, encoder: Encode
 
 
 def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: Encoder) -> np.ndarray:
-    """Return the counts TAUGHT of the samples of a record, int64 [TAUGHT]: its answers with labels, the tokens that its
-    samples repeat, label tokens of thoughts, calls and texts, and so on."""
+    """Return counts of a record's samples, int64 [7], in the order of TAUGHT: answers with labels; those of them whose
+    prompts are checked; 1 if the record gives several samples; tokens that a sample repeats from the one before; label
+    tokens of thoughts, of calls of tools, and of other text. `measured`: the record's samples, each encoded as in
+    training (`sample`) and without truncation (`whole`)."""
     answers = sum(turn.role == "gpt" and turn.learnt for turn in encoder.teaching.chosen(asked_turns(record)))
     # the prompt before an answer is checked only if the model's own chat template has written it
     proven = answers if isinstance(encoder.template, ChatTemplate) else 0

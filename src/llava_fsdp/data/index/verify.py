@@ -91,15 +91,15 @@ def digest_of(path: Path | ImageInContainer) -> int | str:
     """Return the xxh3 checksum of an image or video, or a text with the reason if it cannot be read."""
     try:
         if isinstance(path, Path) and is_video(path):
-            return video_digest(path, "now")
+            return video_digest(path, "now")  # "now" begins the reason
         return xxh3_64_intdigest(read_file(path, "now"))
     except DataError as error:
         return str(error)
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images are those from which the index was made. Return the numbers of records and of
-    images that were compared.
+    """Check that all records and images are those from which the index was made. Return how many records and images
+    were compared.
 
     Raises:
         ConfigError: there is no complete index of the present files.
@@ -138,7 +138,8 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each record in a Parquet file or a tar that has changed."""
+    """Describe each record in a Parquet file or a tar that has changed since the index was made, and each such file
+    that has another number of records."""
     digests_before, store = open_column(index.records, "digest"), index.store
     changed = []
     for part in store.parts:

@@ -53,9 +53,8 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
 
 
 def run_chunks(task: ChunkTask, files: Sequence[Path], workers: int, advance: Advance) -> None:
-    """Compute the results of each chunk whose file is missing or incomplete, and write the file.
-
-    This process computes chunks for ALONE_SECONDS. Then worker processes compute the rest.
+    """Compute the results of each chunk whose file is missing or incomplete, and write the file: in this process for
+    ALONE_SECONDS, then in worker processes.
 
     Args:
         files: the file for the results of each chunk.
@@ -105,8 +104,8 @@ class RecordingContext(SpawnContext):
 def run_in_workers(
     pool: ProcessPoolExecutor, context: RecordingContext, pending: Iterable[int], advance: Advance
 ) -> None:
-    """Run the pending chunks in the pool's processes. If one fails, the workers are killed; a WorkerError says that a
-    process has died."""
+    """Compute the chunks (consecutive records) with the numbers `pending` in the pool's processes, which write a file
+    each. If one fails, the workers are killed; a WorkerError says that a process has died."""
     try:
         with pool, one_thread_each():
             try:
@@ -149,8 +148,7 @@ WORK: list[Callable[[int], None]] = []
 
 
 def begin_worker(parent: int, task: ChunkTask, files: Sequence[Path]) -> None:
-    """Initialize a worker process, so that it computes chunks, ends when the process `parent` ends, and ignores
-    Ctrl-C."""
+    """Initialize a worker process: it computes chunks, ends when the process `parent` ends, and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
@@ -187,16 +185,14 @@ def join(
     finish: Callable[[Path], dict[str, Any]],
     not_joined: Collection[str] = (),
 ) -> None:
-    """Concatenate the results of all chunks: each column becomes a .npy file in `target`, and the column ROWS becomes
-    `rows.jsonl`.
+    """Concatenate the results of all chunks: each column becomes a .npy file in `target`, ROWS becomes `rows.jsonl`.
 
     Only one column of one chunk is in memory at a time.
 
     Args:
-        offsets: for each chunk, the number to add to the record numbers in its column ROWS, which are numbered within
-            their own file of records.
-        finish: called with the folder of the concatenated columns; may add files to it, and returns JSON values to
-            store in its `done.json`.
+        offsets: for each chunk, the number to add to the record numbers in its column ROWS, numbered within their file.
+        finish: called with the folder of the concatenated columns; may add files, and returns values for its
+            `done.json`.
         not_joined: names of columns that are not concatenated, because only `finish` needs them.
 
     Raises:

@@ -109,13 +109,8 @@ class ProcessorEncoder(AnswerEncoder):
         return made
 
     def encode(self, segments: list[Segment], names: Sequence[str], shapes: Sequence[Shape], where: str) -> Sample:
-        """Encode the segments of a conversation, or of a prompt, as a sample that is not truncated.
-
-        Args:
-            names: the names of the record's images and videos.
-            shapes: for each, what its tokens depend on.
-            where: name of the record in messages.
-        """
+        """Encode the segments of a conversation, or of a prompt, as a sample that is not truncated. `names`: the
+        record's images and videos. `shapes`: for each, what its tokens depend on. `where`: the record in messages."""
         order = image_order(segments, len(names))
         shapes = tuple(shapes[n] for n in order)
         texts = dict(zip(order, self.expanded(shapes, where), strict=True))
@@ -125,6 +120,7 @@ class ProcessorEncoder(AnswerEncoder):
         adds_bos = form.adds_bos or self.adds_bos(segments)
         made = encode_chat(shown, self.tokenizer, None, special, adds_bos, form.prompt_ends)
         text = self.processor_text(segments, made, shapes, where)
+        # for each image, the index of the vision feature of each of its tokens
         rows = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
         if not all(map(len, rows)):
             raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
@@ -151,6 +147,7 @@ class ProcessorEncoder(AnswerEncoder):
         template has written does not begin with it."""
         bos = self.tokenizer.bos
         text = next((own.text for own in segments if own.text), "")
+        # a BOS token without a text (`name` returns None) cannot have been written: "\0" begins no text
         return bos is not None and not text.startswith(self.tokenizer.name(bos) or "\0")
 
     def processor_text(
@@ -160,8 +157,7 @@ class ProcessorEncoder(AnswerEncoder):
 
         Args:
             segments: the conversation, with the placeholders of images and videos.
-            made: the ids of the sample. If its last answer was tokenized apart from the prompt (`is_apart`), the texts
-                end before this answer.
+            made: the ids of the sample. If its last answer was tokenized apart (`is_apart`), the texts end before it.
             shapes: what the tokens of each image and video depend on, in the order of the text.
             where: name of the record in messages.
 
@@ -216,13 +212,14 @@ class ProcessorEncoder(AnswerEncoder):
                     f"{size[0]} x {size[1]} pixels; give each image a record of its own",
                     Kind.image_shape,
                 )
-            known = self.expansions[size, count] = self.remembered([own])
+            known = self.expansions[size, count] = self.remembered([own])  # one string object for equal texts
         return known[0]
 
     def of_videos(self, clips: tuple[Clip, ...], where: str) -> tuple[str, ...]:
         """Return the texts that the processor puts in the places of all videos of a sample. Raise DataError if it
-        fails, or if the text of a video depends on the videos beside it: an answer between two videos would be trained
-        with a text that depends on the second one, which a model has not got when it answers."""
+        fails, or if a video's text depends on the videos beside it: an answer between two videos would be trained with
+        a text that depends on the second one, which a model has not got when it answers. Texts are remembered in
+        `expansions`, where clips are equal if their shapes and frame numbers are."""
         known = self.expansions.get(clips)
         if known is None:
             texts = self.expand(clips, where)
@@ -240,15 +237,14 @@ class ProcessorEncoder(AnswerEncoder):
         return known
 
     def remembered(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Return texts in the form in which `expansions` keeps them: equal texts are one object. If `expansions` is
-        full, it is emptied before."""
+        """Return texts in the form in which `expansions`, the cache of the texts that the processor writes for images
+        and videos, keeps them: equal texts are one object. If the cache is full, it is emptied before."""
         if len(self.expansions) >= MOST_EXPANSIONS:
             self.expansions.clear()
         return tuple(map(sys.intern, texts))
 
     def expand(self, shapes: Sequence[Shape], where: str) -> list[str]:
-        """Return the text that the processor puts in the place of each image or video, by running it. Raise DataError
-        if it fails."""
+        """Run the processor, and return the text that it puts for each image or video. Raise DataError if it fails."""
         try:
             return self.processor.expand([self.placeholder(own) for own in shapes], shapes)
         except FAILURES as error:
@@ -262,12 +258,8 @@ class ProcessorEncoder(AnswerEncoder):
     def blanks(self, has_videos: bool) -> dict[str, Row]:
         """Return blank samples, which have one black image or one black video, and no labels: {letters of kinds of
         media: the sample that a micro-batch without media of these kinds gets}. With them, the vision part runs on each
-        rank, and equally often: once for images, and once for videos. One blank image is enough for both if a model's
-        tokens of videos are those of images.
-
-        Args:
-            has_videos: whether the dataset has videos.
-        """
+        rank, and equally often: once for images and, if the dataset `has_videos`, once for videos. One blank image is
+        enough for both if a model's tokens of videos are those of images."""
         image = self.smallest([(side, side) for side in BLANK_SIDES])
         if not has_videos:
             return {IMAGE: image}
@@ -278,9 +270,8 @@ class ProcessorEncoder(AnswerEncoder):
         return {IMAGE: image, VIDEO: self.smallest(clips)}
 
     def smallest(self, shapes: Sequence[Shape]) -> Row:
-        """Return the sample with the fewest tokens among those of one black image or video of each shape, and its pixel
-        values. It has no labels. Shapes that the processor cannot prepare are left out; if it can prepare none, raise
-        DataError."""
+        """Return the sample with the fewest tokens among those of one black image or video of each shape, without
+        labels, and its pixel values. Raise DataError if the processor can prepare none of the shapes."""
         made: list[tuple[Sample, Shape]] = []
         for shape in shapes:
             name, segment = "blank", Segment(self.placeholder(shape), False, image=0)
@@ -317,6 +308,7 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
     """Raise ConfigError if no sample can be made of a conversation, or if the processor makes other token ids of it
     than the encoder. Conversations with and without images are tried, and with a video if the model takes videos. That
     several images cannot be read is found in records that have them."""
+    # a video of 9 frames, 2 a second, of which four are used
     processor, clip = encoder.processor, Clip(SMALL_VIDEO, 9, 2.0, (0, 2, 5, 8))
     cases: list[list[Shape]] = [[], [(64, 48)], [(64, 48), (48, 64)], *([[clip]] if has_videos else [])]
     for shapes in cases:

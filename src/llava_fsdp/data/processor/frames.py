@@ -93,11 +93,8 @@ def open_frames(
     template: ChatTemplate, processor: Processor, fps: float | None, most: int | None
 ) -> ProcessorFrames | None:
     """Return what selects the frames of videos; None, with a message in the log, if the model's processor or its chat
-    template takes no videos, or if the processor cannot prepare videos of unlike lengths together.
-
-    Args:
-        fps, most: the values of `data.video_fps` and `data.video_frames`.
-    """
+    template takes no videos, or if the processor cannot prepare videos of unlike lengths together. `fps`, `most`:
+    `data.video_fps` and `data.video_frames`."""
     if not processor.takes_videos:
         return None
     frames = ProcessorFrames(processor, fps, most)

@@ -15,14 +15,8 @@ NO_VIDEO = "\ue003video\ue003"
 
 
 def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return a model's own chat template, which gets images and videos as parts of messages.
-
-    Args:
-        name: value of `data.template`.
-
-    Raises:
-        ConfigError: `name` is another template; or the folder has none, or one that cannot be trained with.
-    """
+    """Return a model's own chat template, which gets images and videos as parts of messages. Raise ConfigError if
+    `name` (`data.template`) is another one, or the folder has none that can be trained with."""
     if not is_own(name):
         raise ConfigError(
             f"data.template={name}: a model that transformers prepares images for is trained with its own chat "
@@ -48,7 +42,8 @@ def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTe
 def learn_placeholder(template: ChatTemplate, kind: str) -> str:
     """Return the text that a template writes for an image or a video, without white space around it: what a second one
     adds to the text before a question. Raise Unfit if that is nothing."""
-    # conversations of a question, with one or two images or videos before its text, and an answer
+    # conversations of a question, with one or two images or videos before its text, and an answer; `one` and `two` are
+    # what the template writes around the texts, so that their first item ends where the question's text begins
     (_, one), (_, two) = template.marked(f"h{kind}tg"), template.marked(f"h{kind}{kind}tg")
     single, double = one[0], two[0]
     same = next((n for n, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))

@@ -96,8 +96,8 @@ class ProcessorImages(ImageSource):
         return replace(self.clip_of(facts, f"{where}: video {path}"), read=partial(self.load, path, where))
 
     def clip_of(self, facts: ImageFacts, what: str) -> Clip:
-        """Return what the tokens of a video depend on, given the facts about its file. Raise ImageError if the
-        processor chooses no frames."""
+        """Return what the tokens of a video depend on: size, length, and numbers of the frames that the processor
+        uses. `what` names it in messages. Raise ImageError if no frame is chosen, or videos are not read at all."""
         try:
             numbers = self.chosen(what).numbers(facts.frames, facts.rate)
         except NoFrameError as error:
@@ -127,8 +127,7 @@ class ProcessorImages(ImageSource):
         return made
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """Read an image file as uint8 [height, width, 3], or the used frames of a video as uint8 [frames, height,
-        width, 3].
+        """Read an image as uint8 [height, width, 3], or a video's used frames as uint8 [frames, height, width, 3].
 
         Args:
             where: names the record in errors.

@@ -40,8 +40,7 @@ class ProcessorInputs:
     def completed(self, rows: list[Row], others_show: bool) -> list[Row]:
         """Return the samples of a micro-batch, each with its images, and, if the model needs them, blank samples for
         the kinds of media that no sample has. `others_show`: whether a sample of any micro-batch of the step, on
-        whatever rank, has an image or a video. If none has, no rank runs the vision part, and no blank sample is
-        needed."""
+        whatever rank, has an image or a video. If not, no rank runs the vision part, so that none needs blanks."""
         present = {kind_of(own) for _, media in rows for own in media}
         blanks = self.reader.blanks if others_show else {}
         return [*rows, *(blank for kinds, blank in blanks.items() if present.isdisjoint(kinds))]
@@ -55,11 +54,10 @@ class ProcessorInputs:
     ) -> dict[str, torch.Tensor]:
         """Prepare the images of a micro-batch. Return the inputs of the vision part, and what the model needs of each
         token (types, and position ids) in the shape of `ids`, by name; empty without images. If both answers of a pair
-        have the image tokens, the images are given twice, because the model's class assigns features to the tokens of a
-        row by their order.
+        have the image tokens, the images are given twice, because features go to the tokens of a row by their order.
 
         Args:
-            rows: the samples, after `completed`.
+            rows: the samples, with the blank ones that `completed` has added.
             ids: the token ids of the rows, int64 [rows, length]: one packed row, or rows padded on the right.
             seeds, tile_numbers: not used, because no image is cut into tiles.
 
@@ -105,7 +103,7 @@ class ProcessorInputs:
     def collate_prompts(self, rows: list[Row], ids: np.ndarray) -> dict[str, torch.Tensor]:
         """Prepare the images of prompts that are padded on the left, as transformers' generate takes them. Return the
         inputs of the vision part, and what the model needs of each token (types, and position ids) in the shape of
-        `ids`, by name; empty without images. `ids`: int64 [rows, length]."""
+        `ids`, by name; empty without images. `rows`: (sample, its images) each; `ids`: int64 [rows, length]."""
         # the values of each token are laid out as for padding on the right, and moved to the end of their row below
         made = self.collate(rows, ids)
         for name in [name for name in made if name.endswith(TYPES) or name == "position_ids"]:
@@ -116,7 +114,7 @@ class ProcessorInputs:
 
     def process(self, shown: list[Row]) -> Processed:
         """Call the processor for all samples with images or videos, and check the token ids that it makes. Raise
-        DataError if they are not those of the sample."""
+        DataError if they are not the sample's."""
         has_videos = any(kind_of(own) == VIDEO for _, media in shown for own in media)
         # a call can have only images or only videos if both become inputs of the same names
         if has_videos and self.reader.processor.shares_inputs:
@@ -127,8 +125,8 @@ class ProcessorInputs:
         for (sample, _), text, ids in zip(shown, texts, made.ids, strict=True):
             if text.is_whole:
                 check_ids(sample, text, ids)
-            # the processor got only the placeholders of images and videos, so only the number of their tokens is
-            # compared
+            # else the processor got only the placeholders of images and videos, because it would tokenize the record's
+            # text otherwise: only the number of their tokens is compared
             elif self.stands_for_media(ids).sum() != text.is_image.sum():
                 raise DataError(f"{text.where}: {CHANGED}")
         return made
@@ -136,7 +134,8 @@ class ProcessorInputs:
     def call(self, shown: list[Row]) -> Processed:
         """Call the processor with the texts, images and videos of some samples. Raise DataError if it fails."""
         texts = [text_of(sample) for sample, _ in shown]
-        # without the text behind images that truncation has cut off
+        # `texts`: before the first image, then each placeholder with the text behind it. Those of images that
+        # truncation has cut off are left out
         whole = ["".join(text.texts[: len(media) + 1]) for text, (_, media) in zip(texts, shown, strict=True)]
         images = [[Image.fromarray(own) for own in media if kind_of(own) == IMAGE] for _, media in shown]
         videos = [
@@ -189,8 +188,7 @@ class ProcessorInputs:
 
         Args:
             rows: the samples, each with its images.
-            shared_counts: for each sample, the number of its tokens, images included, that are those of the sample
-                before.
+            shared_counts: for each sample, how many of its first tokens (of images too) are those of the sample before.
             types: for each sample, the types of its tokens by name.
             made: what the processor made of the micro-batch.
         """
@@ -206,6 +204,7 @@ class ProcessorInputs:
             sizes = {
                 name: values[first[kind] : first[kind] + counts[kind]]
                 for name, values in made.pixels.items()
+                # one letter: the input is of images or of videos; without videos, each is of images
                 for kind in (IMAGE if name in names or not totals[VIDEO] else VIDEO)
                 if counts[kind] and len(values) == totals[kind]
             }

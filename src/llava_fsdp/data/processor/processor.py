@@ -106,8 +106,7 @@ class Processor:
 
     @cached_property
     def media_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens whose embeddings the model replaces by vision features: of images, and of videos if the
-        model has an id of their own for these."""
+        """Ids of tokens whose embeddings vision features replace: that of images and, if there is one, of videos."""
         from transformers import AutoConfig
 
         config: Any = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
@@ -169,14 +168,11 @@ class Processor:
         return hashlib.sha256(json.dumps([*settings, *parts], sort_keys=True).encode()).hexdigest()[:32]
 
     def expand(self, placeholders: Sequence[str], shapes: Sequence[Shape]) -> list[str]:
-        """Return what the processor writes in the place of each placeholder of one sample.
+        """Return what the processor writes in the place of each placeholder of one sample. `shapes`: what is known of
+        the image or video of each.
 
-        Black images of the same sizes are prepared, on the assumption that the tokens depend on the sizes alone, and as
-        little of videos as `needs` says.
-
-        Args:
-            shapes: what is known of the image or video of each placeholder.
-        """
+        Black images of the same sizes are prepared, as if tokens depended on sizes alone, and as little of videos as
+        `needs` says."""
         has_videos = any(isinstance(own, Clip) for own in shapes)
         return self.expanded(placeholders, shapes, self.needs if has_videos else VideoNeeds.shape)
 
@@ -188,7 +184,7 @@ class Processor:
         videos = [(frames_of(own, needs), own) for own in shapes if isinstance(own, Clip)]
         # MARK is a character that no processor writes, so that the text can be split again
         self([MARK.join(placeholders)], [images], videos)
-        last = self.opened.tokenizer.last
+        last = self.opened.tokenizer.last  # the text with which the processor has called its tokenizer
         return (last if isinstance(last, str) else last[0]).split(MARK)
 
     def tokenize(self, text: str) -> np.ndarray:
@@ -264,8 +260,8 @@ def as_tensor(frames: np.ndarray) -> torch.Tensor:
 
 
 def metadata_of(clip: Clip) -> Any:
-    """Return transformers' description of a video whose used frames were chosen before. A new one for each call:
-    processors change it."""
+    """Return transformers' description of a video whose used frames were chosen before. Each call makes a new one,
+    because processors change it."""
     from transformers.video_utils import VideoMetadata
 
     return VideoMetadata(
@@ -279,11 +275,10 @@ def metadata_of(clip: Clip) -> Any:
 
 
 def open_processor(folder: Path) -> Processor:
-    """Open the processor in a model's folder.
+    """Open transformers' processor in a model's folder.
 
     Raises:
-        ModelError: the processor cannot be opened, or needs files or packages that are missing; or its files name
-            Python code.
+        ModelError: it cannot be opened, needs files or packages that are missing, or its files name Python code.
     """
     for name in FILES:
         refuse_model_code(read_optional(folder / name), folder / name)
@@ -301,5 +296,5 @@ def open_processor(folder: Path) -> Processor:
             raise ModelError(
                 f"{folder}: its processor prepares no images; copy preprocessor_config.json from the model"
             )
-        _ = processor.media_ids
+        _ = processor.media_ids  # fails here, and not later, if config.json has no id of image tokens
     return processor

@@ -82,8 +82,7 @@ def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path)
 
 
 def check_lines(file: BinaryIO, name: str | Path) -> None:
-    """Raise DataError if the first line of a JSON Lines file, open at its first byte of text, shows that it is a JSON
-    list."""
+    """Raise DataError if the first line of a JSON Lines file, open where its text begins, shows it is a JSON list."""
     first = b""
     while not first and (line := file.readline(BLOCK)):
         first = line.strip()
@@ -178,7 +177,7 @@ class Window:
     def more(self) -> None:
         """Double the text in memory, by at least 1 MiB, and drop the text that was read past. The text has one
         character for each byte (Latin-1), so that positions in it are offsets in the file."""
-        self.line_here()
+        self.line_here()  # counts the line breaks of the text that is dropped
         self.text = self.text[self.at :]
         self.base += self.at
         self.at = self.counted = 0

@@ -131,7 +131,7 @@ def is_thought(key: str, value: Any) -> bool:
 
 @lru_cache(4096)  # records repeat a few keys millions of times
 def meaning_of(key: str) -> KeyMeaning:
-    """Return what a key says. The style of its name (`lossScale`, `loss-scale`) does not matter."""
+    """Return what a record's key says about what is learnt, whatever the style of its name (lossScale, loss-scale)."""
     name = plain_name(key)
     if name in VERDICTS:
         return KeyMeaning.verdict
@@ -161,9 +161,9 @@ def says_nothing(value: Any) -> bool:
 
 
 def held(value: Any) -> Any:
-    """Return the value of a key that is not read, or of one that says what is learnt, as it is written into the index:
-    numbers, truth values and short texts as they are; a placeholder for any other value (in a Parquet file also bytes,
-    a date etc.); and None for a value that says nothing."""
+    """Return the value of a record's key as it is written into the index, for a key that is not read or that says
+    whether an answer is in the loss: a number, truth value or short text as it is; None for an empty value; and a
+    placeholder for any other value (in a Parquet file also bytes, a date etc.)."""
     if says_nothing(value):
         return None
     is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
@@ -182,7 +182,8 @@ def held_under(key: str, value: Any) -> Any:
 
 
 def is_span_list(value: Any) -> bool:
-    """Return whether a value is a list of objects with the keys SPAN_KEYS, and numbers or truth values."""
+    """Return whether a value is a list of objects with the keys SPAN_KEYS, and numbers or truth values, which say for
+    ranges of an answer's characters whether they are in the loss."""
     return isinstance(value, list) and all(
         isinstance(own, dict)
         and own.keys() == SPAN_KEYS
@@ -192,9 +193,8 @@ def is_span_list(value: Any) -> bool:
 
 
 def read_weights(key: str, value: Any) -> AnswerWeights:
-    """Return the weights that the value of a key gives the labels of an answer. The value is not empty; `key` is one
-    that says whether, or how much, an answer is learnt. Raise ValueError, with the reason and a cure, if the key cannot
-    be obeyed."""
+    """Return the weights that a key's value, which is not empty, gives the labels of an answer. `key` says whether, or
+    how much, an answer is learnt. Raise ValueError, with the reason and a cure, if it cannot be obeyed."""
     meaning, name = meaning_of(key), plain_name(key)
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)
@@ -222,8 +222,7 @@ def read_weights(key: str, value: Any) -> AnswerWeights:
 
 
 def weight_of(value: Any) -> int | None:
-    """Return a weight from 0 to 1 in the nearest units of 1 / FULL_WEIGHT; None for another value, and for one so small
-    that it would become 0."""
+    """Return a weight from 0 to 1 in units of 1 / FULL_WEIGHT; None for others, and for positive ones that become 0."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -76,6 +76,7 @@ def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     names |= dict.fromkeys(key for key in SIZE_KEYS if key in schema.names and has_numbers(schema, key))
     texts = [name for name in schema.names if name in (SYSTEM, *RECORD_TOOLS) or is_thought(name, "")]
+    # `has_paths`: the column has texts, or lists of texts
     names |= dict.fromkeys(name for name in texts if has_paths(schema, name))
     return [name for name in names if name in schema.names]
 
@@ -175,8 +176,7 @@ def are_turns(kind: Any) -> bool:
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether all values of a type can be written in JSON: texts, numbers, booleans, and lists and structs of
-    these."""
+    """Return whether JSON can hold an Arrow type's values: texts, numbers, booleans, lists and structs of these."""
     from pyarrow import types
 
     if is_list(kind):
@@ -201,7 +201,7 @@ def is_embedded(schema: Any, name: str) -> bool:
     kind = schema.field(name).type
     kind = kind.value_type if is_list(kind) else kind
     fields = fields_of(kind)
-    data = fields.get("bytes", kind)
+    data = fields.get("bytes", kind)  # its type is null if all images are given by paths
     named = "path" not in fields or is_text(fields["path"])
     return (types.is_binary(data) or types.is_large_binary(data) or types.is_null(data)) and named
 
@@ -224,7 +224,7 @@ class ParquetRows:
         media = [name for name in others if names_media(name) or name in TOOL_KEYS]
         binary = {leaf.partition(".")[0] for leaf in self.parquet.binary_leaves()}
         self.told = [name for name in others if name not in (*media, *binary) and meaning_of(name) in REASONS]
-        """Names of the columns that say what is learnt."""
+        """Names of the columns that say whether, or how much, an answer is in the loss."""
         self.unread = media + [
             name for name in binary.intersection(others).difference(media) if meaning_of(name) in REASONS
         ]
@@ -253,9 +253,8 @@ class ParquetRows:
         return self.parquet.arrow.metadata.num_rows
 
     def leaf_with_images(self, name: str) -> str | None:
-        """Return the leaf column with the bytes of a column of images; None if it has only paths. A leaf is a column of
-        Parquet that has values itself, such as `image.bytes` in the struct `image`. Raise DataError if several leaves
-        may have the bytes."""
+        """Return the leaf (a column of Parquet with values, such as `image.bytes` in the struct `image`) that has the
+        bytes of a column of images; None if it has only paths. Raise DataError if several leaves may have them."""
         schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None
@@ -272,6 +271,8 @@ class ParquetRows:
         hundred rows are in memory at a time, and the locations of all images of the row group."""
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
         unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
+        # `read`: columns of the record; `unread`: of media and tools, of which only counts whether a row has a value;
+        # `told`: columns that say what is learnt
         wanted = self.read + self.unread + self.told
         # columns that nothing reads: `seen` are looked into row by row, `filled` count for every row
         seen, filled = self.divide_unknown(group, wanted)
@@ -292,6 +293,7 @@ class ParquetRows:
                 # JSON
                 least = sum(LEAST_IMAGE * images + LEAST_NULL * nulls for images, nulls in
                             (own.count(number) for own in locations.values()))  # fmt: skip
+                # `held`: the locations of the row's images by column
                 # a row of too many images becomes a placeholder, without their locations
                 held = {} if least > max_bytes else {name: own.row(number) for name, own in locations.items()}
                 paged = [
@@ -383,9 +385,9 @@ class ParquetRows:
         record: dict[str, Any] = {}
         for name in [n for n in (*self.read, *self.unread, *self.told) if n in values or n in locations or n in unread]:
             value, places = values.get(name), locations.get(name, [])
-            if name in self.told:
+            if name in self.told:  # columns that say what is learnt: numbers and short texts stay, others become HELD
                 value = held_under(name, value)
-            elif name in self.unread:
+            elif name in self.unread:  # columns of media and tools
                 value = HELD if name in unread or not has_no_tools(value) else None
             elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
                 value = None
@@ -437,8 +439,7 @@ def readable_ids(column: Any) -> Any:
 
 
 def id_text(value: bytes, is_uuid: bool) -> str:
-    """Return an id that is given as bytes: a uuid as it is written, printable text as it is, other bytes in
-    hexadecimal."""
+    """Return an id given as bytes: a uuid as it is written, printable text as it is, else hexadecimal digits."""
     if is_uuid:
         return str(UUID(bytes=value))
     with contextlib.suppress(UnicodeDecodeError):
@@ -492,12 +493,8 @@ def is_below(leaf: str, column: str) -> bool:
 
 
 def one_image(value: Any, location: ImageLocation | None) -> Any:
-    """Return an image as JSON: an object with its location if the file contains its bytes, else its path.
-
-    Args:
-        value: the path, or a struct with the field `path`.
-        location: location of the bytes; None if the value has no bytes.
-    """
+    """Return an image as JSON: an object with its location if the file contains its bytes, else its path. `value`: the
+    path, or a struct with the field `path`. `location`: that of the bytes; None if the value has no bytes."""
     path = value.get("path") if isinstance(value, dict) else value
     if location is None:
         return path
@@ -505,9 +502,9 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a message with only those fields that are read (such as `from` and `value`) and have a value. A field for
-    media or tools that has a value is kept with the placeholder HELD, so that it is reported. A field that nothing
-    reads is left out if it is known to be harmless; otherwise its value is shortened (`held_under`)."""
+    """Return a message with only those fields that are read (`from`, `value`, calls, thoughts, ...) and have a value.
+    Other fields for media or tools that have one get the placeholder HELD, so that they are reported. A field that
+    nothing reads is left out if it is harmless in a message, else kept with a shortened value (`held_under`)."""
     if turn is None:
         return None
     made = {name: turn[name] for name in TURN if turn.get(name) is not None}
@@ -521,6 +518,7 @@ def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
         else:
             kept = (
                 None
+                # ONLY_OF_RECORDS: harmless in a record, but not in a message (`name`: the speaker)
                 if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS
                 else held_under(key, value)
             )

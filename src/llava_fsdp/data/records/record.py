@@ -275,8 +275,7 @@ def without_locations(value: Any) -> Any:
 
 
 def parse_text(path: Path | str, index: int, text: bytes, line: int | None = None) -> Any:
-    """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON. `line` is from
-    1."""
+    """Parse a record's bytes as JSON; raise DataError if they are not UTF-8 or not valid JSON. `line` is from 1."""
     where = name_place(path, index, line)
     try:
         return decode(text)
@@ -403,8 +402,7 @@ def shown(value: Any) -> str:
 
 
 def check_name(name: str, where: str, key: str = "image") -> None:
-    """Raise DataError if a record names an image or a video by something other than a relative path below the image
-    folder."""
+    """Raise DataError if a record's `name` of an image or video is not a relative path below the image folder."""
     if name[:5].lower() == "file:":
         raise DataError(
             f"{where}: {key} is {name[:80]!r}, an address of a local file; give its path below data.images instead",

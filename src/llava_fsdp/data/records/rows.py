@@ -60,8 +60,7 @@ def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> RecordRows:
 
 
 def all_lines(path: str, keys: RecordKeys, max_bytes: int, data_files: DataFiles) -> Iterator[bytes]:
-    """Yield all records of a Parquet file or a tar as JSON. A record larger than `max_bytes` is replaced by a
-    placeholder.
+    """Yield all records of a Parquet file or a tar as JSON, with a placeholder for each larger than `max_bytes`.
 
     Args:
         keys: names of the keys of question, answer and images.
@@ -159,6 +158,7 @@ class WriteRows:
     def join_parts(self) -> None:
         """Join the parts of each file's copy to one file, and delete the parts. Log a warning if images are in
         compressed pages, where reading them is slow."""
+        # over the images in compressed pages: their bytes, and the bytes to decompress for them
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
         if page_bytes[0]:
             log().warning(
@@ -184,7 +184,7 @@ def join_texts(texts: Sequence[Path], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if len(texts) == 1:
         os.replace(texts[0], target)
-        sync_folder(target.parent)  # what is made from it must not outlive it in a power failure
+        sync_folder(target.parent)  # so that a power failure cannot undo the renaming, but keep files made from it
         return
     with replacing(target, durable=True) as joined:
         for text in texts:

@@ -52,9 +52,9 @@ class TarRows:
         self.keys = keys
 
     def lines(self, _: int = 0, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples as records in JSON; a placeholder for one of more than `max_bytes`. The first argument, the
-        index of a part, is not used: a tar has only one part. Log a warning of members that belong to no sample. Raise
-        DataError if the tar is damaged."""
+        """Yield the samples as records in JSON; one of more than `max_bytes` is replaced by a placeholder. The first
+        argument, the index of a part, is not used: a tar has only one part. Log a warning of members, other than
+        folders, that belong to no sample. Raise DataError if the tar is damaged."""
         skipped: Counter[str] = Counter()
         for sample in tar_samples(self.file, skipped):
             yield SampleReader(self.file, sample, self.keys, max_bytes).line()
@@ -103,8 +103,8 @@ class SampleReader:
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return one line that is not valid JSON, made from `data`, the content of an invalid member `json`. The error
-        is then reported where lines are parsed."""
+        """Return one line that is not valid JSON, made from `data`, an invalid member `json`. The error is then
+        reported where lines are parsed."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)
@@ -114,13 +114,9 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample's record with the locations of its images. If `raw` lacks the question or the answer, it is
-        taken from the member that `keys.pair` names. Members that are not read (other media, unknown ones) get the
-        placeholder HELD.
-
-        Args:
-            raw: content of the member `json`; empty if there is none.
-        """
+        """Return the sample's record with the locations of its images. If `raw` (the member `json`; empty without one)
+        lacks the question or the answer, it is taken from the member that `keys.pair` names. Members that are not read
+        (other media, unknown ones) get the placeholder HELD."""
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
@@ -129,12 +125,14 @@ class SampleReader:
         image_key = self.keys.image
         if image_key in self.images and is_empty(made.get(image_key)):
             made[image_key] = image_key
-        self.given.clear()
-        self.placed(made)  # only fills `given`; `is_only`, which follows from it, changes what names mean below
+        self.given.clear()  # gets the names of all images that the record names
+        # This call only fills `given`. If the record names one image and the sample has one, `is_only` makes the second
+        # call take that one, whatever its name.
+        self.placed(made)
         self.is_only = len(self.given) == len(self.images) == 1
         if self.given:
-            made = self.placed(made)
-        elif self.images:
+            made = self.placed(made)  # names of images become their locations in the tar
+        elif self.images:  # the record names no image: it gets all of the sample
             made = {key: value for key, value in made.items() if key not in self.keys.images}
             made["images"] = [self.location(extension) for extension in self.images]
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
@@ -157,8 +155,8 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a message. If it names an image that is a member, the name is replaced by its location. The
-        name is added to `given`."""
+        """Return a part of a message, in which the name of an image that is a member of the sample is replaced by its
+        location. The name is added to `self.given`, the names of images in the record."""
         if not isinstance(part, dict):
             return part
         return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
@@ -185,8 +183,7 @@ class SampleReader:
 
     @cached_property
     def meant(self) -> dict[str, str]:
-        """{name of an image in lower case: extension of the member that it means}. The name may be the member's file
-        name or its extension."""
+        """{name of an image in lower case (a member's file name, or its extension): extension of that member}."""
         key, found = self.sample.key.rpartition("/")[2].lower(), dict[str, str]()
         for extension in self.images:
             found.setdefault(extension, extension)

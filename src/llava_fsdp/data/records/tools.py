@@ -186,12 +186,8 @@ def joined_calls(turns: Sequence[Turn], bad: Bad, note: Callable[[str], None]) -
 
 def linked_results(turns: Sequence[Turn], refuse: Callable[[int, str], Exception]) -> list[Turn]:
     """Give each call an id if it has none, and each result the call that it answers: the one with its id, else the
-    first of its name, else the next one. Results must follow their calls directly, but a conversation may end before
-    those of its last calls.
-
-    Args:
-        refuse: makes the error to raise about the turn with an index.
-    """
+    first of its name, else the next one. Results must follow their calls directly, but those of the last calls may be
+    missing. `refuse`: makes the error to raise from the index of a turn and a text."""
     made: list[Turn] = []
     waiting: list[Call] = []
     count = 0

@@ -54,8 +54,7 @@ class AnswerWriter:
     """Whether to put `<im_start>` and `<im_end>` around each image."""
 
     def answers(self, record: Record, turns: tuple[int, int] | None = None) -> Iterator[AnswerSegments]:
-        """Yield the answers of a record that are to be learnt, in order, each with the segments of its prompt and its
-        own.
+        """Yield the answers of a record that are to be learnt, in order, with the segments of their prompts and texts.
 
         Args:
             turns: indices of the first and the last answer to yield; None: all.
@@ -88,9 +87,8 @@ class AnswerWriter:
 
     def asked(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> Asked:
         """Return a conversation as an `Asked`, which can render it with the chat template. In its texts, the special
-        tokens of the template are interrupted by the character BREAK (see `guard`). Raise Unfit if the template shows
-        no tools, but there are some; or if a text already has the character BREAK or PICTURE, which stands for an
-        image.
+        tokens of the template are interrupted by the character BREAK (see `guard`). Raise Unfit if there are tools and
+        the template shows none, or a text already has BREAK or PICTURE (which stands for an image).
 
         Args:
             media: the kinds of the conversation's images and videos, one letter each.
@@ -113,14 +111,11 @@ class AnswerWriter:
         )
 
     def question(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]], media: str) -> list[Segment]:
-        """Return the prompt for the answer to a conversation's last turn, which is a question or the result of a call.
-        Raise Unfit if the template refuses or changes the turns.
-
-        Args:
-            tools: JSON schemas of the tools that the answer may call.
-            media: the kinds of the conversation's images and videos, one letter each.
-        """
+        """Return the prompt for the answer to a conversation's last turn, which is a question or the result of a call,
+        as segments without labels. Raise Unfit if the template refuses or changes the turns. `tools`: JSON schemas of
+        the tools that the answer may call. `media`: the kinds of the images and videos, one letter each."""
         asked = self.asked(turns, tools, media)
+        # `asked.prompt`: the template's text for all turns, without more variables; `self.prompt` divides it
         return self.prompt(asked.prompt(len(turns), {}), asked.messages, media)
 
     def messages(self, turns: Sequence[Turn], media: str) -> list[Message]:
@@ -153,9 +148,8 @@ class AnswerWriter:
         return replace(turn, text=text.replace(IMAGE_TAG, PICTURE), parts=None)
 
     def guard(self, text: str) -> str:
-        """Return a text of a record with the character BREAK in each special token and image placeholder in it, so that
-        it is not taken for one that the template writes. With `special_tokens=parse`, special tokens in a record's text
-        count as such, and stay as they are."""
+        """Return a record's text with the character BREAK in each special token and image placeholder, so that it is
+        not taken for one that the template writes. With `special_tokens=parse`, special tokens stay as they are."""
         special = [] if self.special_tokens is SpecialTokens.parse else self.template.tokenizer.find_special(text)
         if self.template.images is not None:
             named = re.compile("|".join(map(re.escape, self.template.placeholders.values())))
@@ -163,9 +157,8 @@ class AnswerWriter:
         return guard(text, special) if special else text
 
     def answer(self, target: Target, turn: Turn) -> list[Segment]:
-        """Return the segments of an answer that follow those of its prompt: the thought with what is around it, the
-        text, and the calls. They have labels, but with the choice `context` a thought has none, because the model only
-        reads it.
+        """Return the segments of an answer behind those of its prompt: the thought with what is around it, the text,
+        and the calls. All have labels, but with the choice `context` the thought has none: it is only read.
 
         Args:
             target: what the model must generate, as the template writes it.
@@ -226,7 +219,7 @@ def ask_segments(
     turns: Sequence[Turn], writer: AnswerWriter, media: str, where: str, tools: Sequence[dict[str, Any]] = ()
 ) -> list[Segment]:
     """Return the segments of the prompt for the answer to a conversation's last turn. A conversation without tools,
-    calls and thoughts is rendered in a simpler way, by the layout of its shape.
+    calls and thoughts is rendered by `prompt`.
 
     Args:
         media: the kinds of the conversation's images and videos, one letter each.
@@ -253,8 +246,7 @@ def count_images(messages: Sequence[Message]) -> int:
 def split_at_breaks(text: str, like: Segment) -> list[Segment]:
     """Divide a text at each BREAK into segments that are otherwise equal to `like`, whose own text is empty. BREAK is
     the character that interrupts special tokens in a record's text. In its place comes an empty segment that counts as
-    text of the record. Because of it, the texts on its two sides are tokenized apart, and do not make a special token
-    together."""
+    text of the record, so that the texts on its two sides are tokenized apart and make no special token together."""
     first, *rest = text.split(BREAK)
     made = [replace(like, text=first)] if first else []
     for own in rest:

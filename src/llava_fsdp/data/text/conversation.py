@@ -57,8 +57,7 @@ class Segment:
 
 
 def weighted(segment: Segment, turn: Turn, begin: int | None = None, hidden: str = "") -> list[Segment]:
-    """Return a part of an answer with the weight of its labels; in several pieces if its characters have different
-    weights.
+    """Return a part of an answer with the weight of its labels, in several pieces if its characters' weights differ.
 
     Args:
         segment: the part, as the conversation template writes it.
@@ -99,8 +98,7 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
 
 
 def refuse_tools(turns: Sequence[Turn], tools: Sequence[object], where: str) -> None:
-    """Raise DataError if a conversation has tools, calls or thoughts, which LLaVA's templates do not write. `where`
-    names the conversation in the error."""
+    """Raise DataError, naming `where`, if a conversation has tools, calls or thoughts: LLaVA's templates write none."""
     found = "tools" if tools else next((name_extra(turn) for turn in turns if name_extra(turn)), None)
     if found is not None:
         raise DataError(
@@ -136,8 +134,7 @@ def prompt(
         start_end: whether to put `<im_start>` and `<im_end>` around each image.
         has_images: whether image tags in questions stand for images; otherwise they are ordinary text.
         where: name of the conversation in messages.
-        media: the kinds of the conversation's images and videos, one letter each, for a model's own chat template;
-            empty: all are images.
+        media: for a model's own chat template, a letter for the kind of each image and video; empty: all are images.
 
     Raises:
         DataError: a model's own template refuses or changes the turns.
@@ -154,7 +151,7 @@ def prompt(
             segments.append(Segment(pattern.next_question if number else pattern.first_question, False))
             segments += write_question(turn.text, form, start_end, has_images)
             segments.append(Segment(pattern.after_question + pattern.answer_header, False))
-        else:
+        else:  # `weighted` gives labels the weights of the record; `begin`: place of a segment in the answer's text
             segments += weighted(Segment(pattern.before_answer, turn.learnt), turn)
             segments += weighted(Segment(turn.text, turn.learnt, from_record=True), turn, begin=0)
             segments += weighted(Segment(pattern.after_answer, turn.learnt), turn)
@@ -162,8 +159,8 @@ def prompt(
 
 
 def write_system(turn: Turn | None, form: Template) -> list[Segment]:
-    """Return the text before the first question: that of the system turn with the template's text around it or, without
-    such a turn or with the template for captions, the template's own system text."""
+    """Return the segments before the first question, without labels: the system turn with the template's text around it
+    or, without such a turn or with the template for captions, the template's own system text."""
     if turn is None or form.image_only:
         return [Segment(form.system, False)]
     before, after = form.around_system
@@ -177,7 +174,7 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
-    """Return the segments of a question, in which `tag` stands in the place of each `<image>` tag. Without
+    """Return the segments of a question, none with labels, in which `tag` replaces each `<image>` tag. Without
     `has_images`, these tags are ordinary text."""
     first, *rest = text.split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
@@ -232,8 +229,7 @@ def own_prompt(
 
 
 def without_bos(segments: list[Segment], form: ChatTemplate) -> list[Segment]:
-    """Return the segments without the BOS token at the beginning of their text, if it is put before the tokens
-    later."""
+    """Return the segments without the BOS token at the beginning, if it is put before the tokens later."""
     if not form.adds_bos:
         return segments
     return [replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"])), *segments[1:]]
@@ -251,9 +247,8 @@ def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329). A
-    question with no tag or several is returned unchanged, and so is one of a record without images, where a tag is
-    ordinary text."""
+    """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329). With
+    no tag or several, and without images, where a tag is ordinary text, it is returned unchanged."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
@@ -273,9 +268,8 @@ def asked_turns(record: Record) -> tuple[Turn, ...]:
 
 
 def opening_question(record: Record) -> tuple[str | None, str, int, str]:
-    """Return a record's system text (None if it has none), its first question (with image tags), the number of the
-    question's images, and the answer to it. Raise DataError if the record begins otherwise, or the answer calls a
-    tool."""
+    """Return a record's system text (or None), its first question (with image tags), the number of the question's
+    images, and the answer. Raise DataError if the record begins otherwise, or the answer calls a tool."""
     system, turns = split_system(asked_turns(record))
     if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")

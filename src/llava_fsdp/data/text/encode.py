@@ -84,7 +84,8 @@ class AnswerEncoder(ABC):
         if record.rejected is not None:
             return [self.pair(record, longest)]
         form = self.template
-        if not isinstance(form, ChatTemplate):
+        # `teaching.record` marks the answers that the settings leave without labels, and moves or drops thoughts
+        if not isinstance(form, ChatTemplate):  # one of LLaVA's templates, which never rewrite earlier turns
             return [self.whole(self.teaching.record(record, None), longest)]
         record = self.teaching.record(record, form.features)
         # a fast way, for most records: the whole conversation is rendered once, and is one sample. It is not taken for
@@ -146,9 +147,8 @@ class AnswerEncoder(ABC):
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
         """Encode each sample of a record as in training, without truncation, and truncated to each of the lengths
-        `limits` that it exceeds, to find what other settings of `data.max_length` would lose. If a text is much longer
-        than all of these lengths, even the sample without truncation has only its beginning. Raise DataError if the
-        record is invalid."""
+        `limits` that it exceeds, to find what other settings of `data.max_length` would lose. A text much longer than
+        all of these lengths is always cut to its beginning. Raise DataError if the record is invalid."""
         found = []
         for whole in self.samples(record, max(*limits, self.max_length)):
             length = whole.longest
@@ -201,8 +201,7 @@ class ExactEncoder(AnswerEncoder):
         return self.encode(self.shortened(answer.segments, longest), record, answer.images)
 
     def whole(self, record: Record, longest: int) -> Sample:
-        """Encode a record without truncation; of very long texts, only so much that its first `longest` tokens are
-        right."""
+        """Encode a record without truncation; of a very long text only enough for its first `longest` tokens."""
         segments = self.shortened(render(record, self.template, self.start_end), longest)
         if isinstance(self.template, ChatTemplate):
             return self.encode(segments, record, len(record.images))
@@ -228,7 +227,7 @@ class ExactEncoder(AnswerEncoder):
             positions_cut=0,
             labels_cut=0,
             unlearnt=made.unlearnt,
-            places=tuple(order) if order != sorted(order) else None,
+            places=tuple(order) if order != sorted(order) else None,  # None: the record's order
             prompt=made.prompt,
             kinds=made.kinds,
             weights=made.weights,
@@ -241,9 +240,8 @@ def without_rejected(record: Record) -> Record:
 
 
 def shared_tokens(chosen: Sample, rejected: Sample) -> int:
-    """Return how many tokens at the beginning of both samples of a pair a row needs only once: the tokens of the prompt
-    without its last one, which predicts the first token of each answer. 0 if they do not have all images of the
-    prompt."""
+    """Return how many first tokens the samples of a pair can share in a row: the prompt without its last token, which
+    predicts the first one of each answer. 0 if an image of the prompt is not wholly among them."""
     labels = [place for own in (chosen, rejected) for place in np.flatnonzero(own.labels != IGNORE)[:1].tolist()]
     end = min([*(place - 1 for place in labels), common_length(chosen.input_ids, rejected.input_ids)])
     return max(0, end) if all(last <= end for _, last in chosen.image_spans) else 0
@@ -264,8 +262,7 @@ def is_plain(record: Record) -> bool:
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
     """Return a beginning of the text that surely has more than `longest` tokens, so that the rest need not be
     tokenized; the whole text if no such beginning is found. It has MARGIN tokens more, because its last tokens may
-    differ from those of the whole text. `special`: ranges of characters that are special tokens; None: all special
-    tokens in the text are read."""
+    differ from those of the whole text. `special`: ranges of characters with special tokens; None: all in the text."""
     size = max(LONG, LEAST_CHARACTERS * (longest + MARGIN))
     while size < len(text):
         if len(tokenizer.encode(text[:size], special)) > longest + MARGIN:
@@ -345,14 +342,14 @@ class OriginalEncoder:
         shown = int((ids[:cut] == IMAGE_ID).sum())
         rows = [r[:shown] for r in rows if shown]
         lost = int((made.labels != IGNORE).sum() - (labels[:cut] != IGNORE).sum())
+        # `made.cut`: tokens that LLaVA's dataset itself cuts off a sample without image
         beyond = made.cut + max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
         images = record.images[: len(rows)]
         return Sample(ids[:cut], labels[:cut], images, tuple(rows), positions_cut=beyond, labels_cut=lost)
 
     def measure(self, record: Record, limits: Sequence[int]) -> list[MeasuredSample]:
-        """Encode a record as in training, without truncation, and truncated to each of the lengths `limits` that it
-        exceeds, to find what other settings of `data.max_length` would lose. Raise DataError if LLaVA would fail at
-        it."""
+        """Encode a record as in training, untruncated, and truncated to each length in `limits` that it exceeds, to
+        find what other settings of `data.max_length` would lose. Raise DataError if LLaVA would fail at it."""
         check_like_original(self.teaching.weighted(record), self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample

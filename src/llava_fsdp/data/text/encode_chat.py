@@ -65,8 +65,8 @@ def encode_chat(
     """Tokenize a conversation that a model's own chat template has written, and label its answers.
 
     The whole text is tokenized at once. An answer gets labels if the prompt before it has the same tokens when it is
-    tokenized alone, as a server does. Otherwise the last answer is tokenized apart from its prompt, and an earlier one
-    gets no labels.
+    tokenized alone, as a server does. Else the last answer is tokenized apart from its prompt, and an earlier one gets
+    no labels.
 
     Args:
         image_lengths: number of tokens of each image, in the order of the record; each gets so many IMAGE_ID. None: the
@@ -75,7 +75,7 @@ def encode_chat(
         special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
         known: cache {text of the end of a prompt: its token ids}, for all conversations of one template and tokenizer.
-            This function adds to it.
+            It grows here.
     """
     has_places = image_lengths is not None  # then images have no tokens in `chat`; they are inserted at the end
     chat = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known, has_places)
@@ -158,8 +158,8 @@ def character_weights(segments: Sequence[Segment], texts: Sequence[str]) -> np.n
 
 
 def token_weights(begins: Sequence[int], ends: Sequence[int], weights: np.ndarray) -> np.ndarray:
-    """Return the weight of each token, int32 [tokens]: the greatest of its characters, as in axolotl. A token without
-    characters counts as if it had the next one.
+    """Return each token's weight, int32 [tokens]: the greatest weight of its characters, as in axolotl; for a token
+    without characters, that of the next character.
 
     Args:
         begins: index of each token's first character in the text.
@@ -169,6 +169,7 @@ def token_weights(begins: Sequence[int], ends: Sequence[int], weights: np.ndarra
     begin = np.minimum(np.array(begins, dtype=np.int64), len(weights) - 1)
     end = np.clip(np.array(ends, dtype=np.int64), begin + 1, len(weights))
     ranges = np.stack([begin, end], axis=1).reshape(-1)
+    # the results at odd places are maxima between two tokens, which are dropped; 0 is appended for the last token's end
     return np.maximum.reduceat(np.append(weights, 0), ranges)[::2].astype(np.int32) if len(ranges) else ranges
 
 
@@ -232,9 +233,8 @@ class TokenizedChat:
         self.ends = [token.end for token in tokens]
 
     def find_special(self, segments: Sequence[Segment], texts: Sequence[str], parses: bool) -> list[Stretch]:
-        """Return the ranges of characters, in the whole text, that are read as special tokens: with `parses`, all
-        special tokens; else only those in the template's own text, not those in texts of the record. `texts`: text of
-        each segment."""
+        """Return the ranges of characters of the whole text that are read as special tokens: with `parses` all special
+        tokens, else only those in the template's own text, not in the record's. `texts`: that of each segment."""
         if parses:
             return self.tokenizer.find_special(self.text)
         found: list[Stretch] = []

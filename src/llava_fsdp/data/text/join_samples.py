@@ -35,9 +35,8 @@ def join_samples(answers: Iterable[tuple[int, Sample]], tokenizer: Tokenizer) ->
 
 def continued(before: Sample, new: Sample, tokenizer: Tokenizer) -> Sample | None:
     """Join an answer (`new`) to the sample before it, if its prompt begins with the tokens of that sample; otherwise
-    return None. The result has the tokens of `new` and the labels of both. The token that ends an answer may be another
-    one in later prompts (GPT-OSS): then the label keeps the one that the model must generate, and the tokens have the
-    other one."""
+    return None. The result has the tokens of `new` and the labels of both. Later prompts may end an answer with another
+    token (GPT-OSS): then the tokens have that one, and the label is the one that the model must generate."""
     length = len(before.input_ids)
     if length > new.prompt:
         return None

@@ -100,8 +100,8 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, settings: Original) -> str:
-    """Return a turn with a single image tag at its beginning instead of all its image tags; without image tags it is
-    returned unchanged (LLaVA train.py:308-329)."""
+    """Return a turn with a single image tag, at its beginning, instead of all its image tags, in the form of
+    `settings`; without image tags it is returned unchanged (LLaVA train.py:308-329)."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
     return text.replace(IMAGE_TAG, image_tag(settings.form, settings.start_end))
@@ -196,8 +196,7 @@ def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
     """Encode a conversation, rendered with a template like v1, llama_2 or mpt. To mask the labels of questions, LLaVA
     tokenizes each round (question and answer) and each question by itself and counts tokens, with the corrections in
     ROUNDS. If the counts do not add up to the length of the whole text, all labels are masked, and the result has both
-    counts. `has_image`: whether image tags stand for images; a text without images is truncated to `max_length`
-    first."""
+    counts. `has_image`: whether image tags stand for images; a text without images is first cut to `max_length`."""
     rule = ROUNDS[settings.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, settings.tokenizer)
@@ -234,7 +233,7 @@ def answer_mark(form: Template) -> str:
 
 def split_rounds(text: str, form: Template) -> list[str]:
     """Split the text of a conversation into rounds (a question and its answer) as LLaVA does."""
-    if form.style is not Style.MPT:
+    if form.style is not Style.MPT:  # `sep2` ends each answer; with MPT, `sep` ends each message
         return text.split(form.sep2)
     parts = text.split(form.sep)
     first, later = parts[:3], parts[3:]  # parts of the first round: system, question, answer

@@ -77,14 +77,13 @@ class Sample:
     @property
     def answers(self) -> "list[Sample]":
         """Return this sample; if it is a pair, its two samples instead: the whole prompt with the chosen answer, and
-        the whole prompt with the rejected one."""
+        the whole prompt with the rejected one. (`shared`: tokens that both have in common.)"""
         return [self] if self.rejected is None else [replace(self, rejected=None, shared=0), self.rejected]
 
     @property
     def parts(self) -> "list[Sample]":
         """Return what is put into a row of a batch: this sample or, if it is a pair, the sample of the chosen answer
-        and that of the rejected one. The latter loses the first `shared` tokens, which both have and a row needs only
-        once."""
+        and that of the rejected one, without the first `shared` tokens, which the row has once for both."""
         first, *others = self.answers
         return [first, *(other.without_beginning(self.shared) for other in others)]
 
@@ -115,21 +114,19 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels that count in the loss, of both answers of a pair. The first token is never predicted, so
-        its label does not count."""
+        """Number of labels in the loss, of both answers of a pair; the first token's, never predicted, is left out."""
         return sum(int((part.labels[1:] != IGNORE).sum()) for part in self.parts)
 
     @property
     def weight(self) -> int:
-        """Sum of the weights of the labels, in units of 1 / FULL_WEIGHT. The label of the first token does not count,
-        because no token before it predicts it. A pair has no weights, and the labels of both its answers count."""
+        """Sum of the labels' weights, in units of 1 / FULL_WEIGHT, without the label of the first token, which no token
+        predicts. `weights` is None if all are 1, as for a pair, of which the labels of both answers count."""
         if self.weights is None:
             return self.num_labels * FULL_WEIGHT
         return int(self.weights[1:][self.labels[1:] != IGNORE].sum(dtype=np.int64))
 
     def without_beginning(self, count: int) -> "Sample":
-        """Return the rest of this sample behind its first `count` tokens. The caller makes sure that all images are in
-        these, so that the rest has none."""
+        """Return the rest of this sample behind its first `count` tokens, which must contain all images."""
         if not count:
             return self
         text = self.processor_text

@@ -56,10 +56,11 @@ class Teaching:
 
     def asking(self, form: ChatTemplate) -> ChatTemplate:
         """Return the chat template with which a model that was trained with these settings is asked for answers. If it
-        learned thoughts, or answers after thoughts, the template's switch for thoughts is on."""
-        made, switch = self.template(form), form.features.switch
+        learned thoughts, or answers after thoughts, the template's switch (its Jinja variable) for thoughts is on."""
+        made, switch = self.template(form), form.features.switch  # `template` sets the variables for training
         if not self.thinks or switch is None:
             return made
+        # the caches (layouts, prompt_ends) are emptied: another value of the variable gives other texts
         return replace(made, variables=made.variables | {switch: True}, layouts={}, prompt_ends={})
 
     def __str__(self) -> str:
@@ -111,14 +112,9 @@ class Teaching:
 
     def record(self, record: Record, features: Features | None) -> Record:
         """Apply these settings to a record: mark the answers that get no labels, and move the thought in an answer's
-        text to `Turn.thought`, or drop it.
-
-        Args:
-            features: those of the model's chat template; None: one of LLaVA's templates, which know no thoughts.
-
-        Raises:
-            DataError: a thought is refused by `data.thoughts`, or is not well-formed; or a weight cannot be obeyed.
-        """
+        text to `Turn.thought`, or drop it. `features`: those of the model's chat template; None: one of LLaVA's
+        templates, which know no thoughts. Raise DataError if a thought is refused by `data.thoughts`, or is not
+        well-formed; or if a weight cannot be obeyed."""
         record = self.weighted(record)
         if not any(has_thought(turn) for turn in record.turns):
             return record

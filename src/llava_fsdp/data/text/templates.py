@@ -75,8 +75,7 @@ class Template:
 
     @property
     def around_system(self) -> tuple[str, str]:
-        """The texts (before, after) around the system text of a record, which replaces the template's own system
-        text."""
+        """The texts (before, after) around the system text of a record, which replaces the template's own."""
         match self.style:
             case Style.LLAMA_2:
                 before, after = LLAMA_2_SYSTEM.split("{}")

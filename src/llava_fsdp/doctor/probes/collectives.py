@@ -51,8 +51,7 @@ def try_ranks(
     Args:
         on_gpus: with NCCL; False: on the CPU with gloo.
         limit: time limit in seconds.
-        program: arguments of `python` in each rank. A folder is appended, in which the rank records how far it has
-            come.
+        program: arguments of `python` in each rank. A folder is appended, in which the rank records its progress.
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
@@ -95,11 +94,11 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def hang_finding(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Return a finding that names the ranks which are furthest behind, and where they hang. HANGS has, for each stage
-    in order, what a rank waits for after it, the advice for GPUs, and that for the CPU if it is another one.
+    """Return a finding of the check `name` that tells which ranks are furthest behind, and where they hang. HANGS has,
+    for each stage in order, what a rank waits for after it, the advice for GPUs, and that for the CPU if it is another
+    one.
 
     Args:
-        name: name of the check.
         stages: last stage that each rank has recorded; empty: it has not started.
         limit: the exceeded time limit in seconds.
         on_gpus: whether the ranks run on GPUs.

@@ -76,8 +76,7 @@ def check_exchange(world: World) -> None:
 
 
 def check_messages(world: World) -> None:
-    """Check messages between two ranks, as the stages of a pipeline send them: each rank sends numbers to the next, the
-    last one to the first."""
+    """Check messages as between stages of a pipeline: each rank sends numbers to the next, the last to the first."""
     sent = torch.full((4,), float(world.rank), device=world.device)
     received = torch.empty_like(sent)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -94,8 +93,7 @@ def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None
 
 
 def speed(device: torch.device, size: int) -> float:
-    """Return the bytes per second that each of `size` ranks sends in an all-reduce, like the bus bandwidth of
-    nccl-tests."""
+    """Return the bytes per second that each of `size` ranks sends in an all-reduce, as nccl-tests' bus bandwidth."""
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)
     dist.all_reduce(values)

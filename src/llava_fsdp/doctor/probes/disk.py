@@ -70,14 +70,12 @@ def read_speed(handle: int, max_bytes: int = MOST) -> float:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """Check that a folder's disk has enough free bytes, and at least `LEAST_INODES` free inodes, as a checkpoint needs
-    them.
+    """Check that a folder's disk has enough free bytes, and `LEAST_INODES` free inodes, as a checkpoint needs.
 
     Args:
         free: free bytes of the disk.
         needed: bytes that the training writes into the folder; 0: unknown.
-        what: what these bytes are for, in words with a verb, such as "checkpoints take".
-        cure: advice if there are too few.
+        what: what these bytes are for, in words with a verb, such as "checkpoints take"; `cure`: advice.
     """
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
@@ -93,9 +91,8 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
 def judge_speed(
     name: str, folder: Path, checkpoint: int, measure_speed: Callable[[Path], Speed] = measure
 ) -> Iterator[Finding]:
-    """Check how fast a folder's disk is, by writing a file of at most MOST bytes and reading it. If there is no room
-    for it, the result is a warning. `checkpoint`: size of a checkpoint in bytes, to tell how long saving it takes; 0:
-    unknown."""
+    """Check how fast a folder's disk is, by writing a file of at most MOST bytes and reading it. Without room for it,
+    the result is a warning. `checkpoint`: bytes of a checkpoint, to tell how long saving one takes; 0: unknown."""
     try:
         speed = measure_speed(folder)
     except OSError as error:
@@ -162,8 +159,7 @@ def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
 
 
 def judge_records(name: str, path: Path, index: Path) -> Iterator[Finding]:
-    """Measure how fast a file of records is read. `index` is the folder of the dataset's index, which need not
-    exist."""
+    """Measure how fast a file of records is read. `index`: folder of the dataset's index, which need not exist."""
     with open(path, "rb") as file:
         handle = file.fileno()
         count = os.fstat(handle).st_size

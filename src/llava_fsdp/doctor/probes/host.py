@@ -16,8 +16,7 @@ HEADROOM = 0.9
 
 
 def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding]:
-    """Check that there are enough CPU cores. `workers`: processes with which each rank prepares its data; None: chosen
-    from the number of cores."""
+    """Check that there are enough CPU cores. `workers`: data processes of each rank; None: chosen to fit the cores."""
     quota = f", {host.quota:.3g} by the container's quota" if host.quota is not None else ""
     result = f"{host.cores}{quota}, for {ranks} rank{'s' * (ranks > 1)}"
     needed = ranks * (1 + (workers or 0))
@@ -32,8 +31,7 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
 
 
 def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
-    """Check that there is enough free memory. `needed`: bytes of all ranks of this machine; 0: unknown. `what`: what
-    takes them, for the message."""
+    """Check that there is enough free memory: `needed` bytes for this machine's ranks (0: unknown), taken by `what`."""
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
     if needed > host.free:
@@ -72,15 +70,13 @@ def judge_shared(total: int, free: int, needed: int, several_gpus: bool) -> Iter
 
 
 def read_limits() -> dict[str, int]:
-    """Return limits of this process: open files, soft (`nofile`) and `hard`; bytes of locked memory (`memlock`). -1: no
-    limit."""
+    """Return limits of open files (soft `nofile`, and `hard`) and bytes of locked memory (`memlock`). -1: no limit."""
     nofile, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"nofile": nofile, "hard": hard, "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}
 
 
 def judge_limits(limits: dict[str, int], has_infiniband: bool) -> Iterator[Finding]:
-    """Check the limits of open files (`nofile`, and its hard limit `hard`) and of locked memory (`memlock`, in bytes);
-    a negative value is no limit."""
+    """Check the limits of open files (`nofile`, hard limit `hard`) and locked bytes (`memlock`). Negative: no limit."""
     files, locked = limits["nofile"], limits["memlock"]
     if 0 <= files < FILES:
         most = min(limits["hard"], MANY) if limits["hard"] >= 0 else MANY

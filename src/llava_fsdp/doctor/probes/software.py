@@ -80,8 +80,7 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
     """Return functions that check what the configuration needs (attention kernel, peft, bitsandbytes, ...), by name.
-    Each returns a description, or raises the error that the training would raise. The dtype of the configuration must
-    not be `auto`."""
+    Each returns a description, or raises the training's error. The configuration's dtype must not be `auto`."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer

@@ -14,16 +14,14 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
     """Return questions of POPE with the right answers from its label files.
 
-    As in the original LLaVA, the n-th label of a category belongs to the n-th question of that category, since ids
-    start again at the beginning of each label file. The image and text of a label must match those of its question.
+    As in the original LLaVA, the n-th label of a category is for its n-th question, since ids restart in each file.
 
     Args:
         path: a label file; or a folder of label files, whose names end in `_CATEGORY.json`.
 
     Raises:
         ConfigError: a category of the questions has no label file, or several.
-        DataError: the numbers of labels and questions differ, or the image or text of a label differs from its
-            question.
+        DataError: labels and questions differ in number, or a label has another image or text than its question.
     """
     if not path.is_dir():
         return with_labels(questions, path)
@@ -43,8 +41,7 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
 
 
 def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return questions with the labels of a file as right answers. Label files are JSON Lines, although they are named
-    `.json`."""
+    """Return questions with the labels of a file as right answers. Such a file is JSON Lines, though named `.json`."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]

@@ -10,11 +10,8 @@ from llava_fsdp.runtime.errors import DataError
 
 def answers_in_entry(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
     """Return the right answers in an entry of a question file (empty if it has none), and the number of choices (0 if
-    it is not multiple choice).
-
-    They are under the key `label` (yes_no), `answer`, with or without `choices` (multiple_choice), or `answers` (other
-    tasks). Raises DataError if a value has the wrong form.
-    """
+    it is not multiple choice). The answers are under the key `label` (yes_no), `answer`, with or without `choices`
+    (multiple_choice), or `answers` (other tasks). Raises DataError if a value has the wrong form."""
     match task:
         case Task.yes_no:
             return ((yes_or_no(raw["label"], where),) if "label" in raw else ()), 0
@@ -32,8 +29,7 @@ def count_choices(raw: object, where: str) -> int:
 
 
 def letter_of(raw: object, choices: int, where: str) -> str:
-    """Return the letter of the right choice, which `raw` gives as a letter or as a number from 0. Raise DataError if it
-    does not."""
+    """Return the letter of the right choice, given by `raw` as a letter or a number from 0; else raise DataError."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or letter not in tuple(LETTERS[:choices]):
         raise DataError(

@@ -20,8 +20,7 @@ KINDS = ("subject", "grade")
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
     """Return the multiple-choice question in `raw`, an entry in LLaVA's training format. Image tags are taken out of
-    its text, and one is put in front if it has one image. If the entry has an answer that names a choice, that is the
-    right one.
+    its text, and one is put in front if it has one image. If the entry's answer names a choice, that is the right one.
 
     Args:
         path: the file, for error messages.
@@ -53,11 +52,8 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
     """Return questions with the right answers, numbers of choices and groups (subject, grade) from problems.json. A
-    question's id is its key in that file. `path` is the file, or the folder that it is in.
-
-    Raises:
-        DataError: a question is not in the file, or its entry has the wrong form.
-    """
+    question's id is its key in that file. `path` is the file, or the folder that it is in. Raise DataError if a
+    question is not in the file, or its entry has the wrong form."""
     file = path / PROBLEMS if path.is_dir() else path
     problems = read_json(file, DataError, LARGE)
     return [with_answer(q, problems.get(str(q.id)), f"{q.where}: {file}, problem {q.id}") for q in questions]

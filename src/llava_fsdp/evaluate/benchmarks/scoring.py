@@ -48,8 +48,7 @@ def named_choice(answer: str, choices: int) -> str | None:
     """Return the letter that an answer to a multiple-choice question names; None if it names none.
 
     It names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a cat`), or
-    if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the text of the
-    choice, name no choice.
+    if it contains `The answer is B.` exactly once. Others, such as `(B)`, `B.`, `b` or the choice's text, name none.
 
     Args:
         choices: number of choices of the question; letters after the last choice name no choice.
@@ -115,9 +114,8 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return VQAv2's accuracy, 0 to 1, exactly as VQAv2's evaluation computes it. Answer and references are compared
-    without punctuation and articles, but unchanged if all references are equal: `Yes` is wrong if all ten references
-    are `yes`."""
+    """Return VQAv2's accuracy, 0 to 1, as its own evaluation computes it: answer and references are compared without
+    punctuation and articles, but unchanged if all references are equal (`Yes` is wrong for ten `yes`)."""
     answer, references = one_line(answer), [one_line(r) for r in references]
     if len(set(references)) > 1:
         answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
@@ -132,8 +130,7 @@ def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
     """Return VQAv2's accuracy, 0 to 1: each reference is left out in turn, and the mean of min(1, matches / 3) is
-    taken, where `matches` counts the remaining references that equal the answer. Raise ValueError without
-    references."""
+    taken, where `matches` counts those of the others that equal the answer. Raise ValueError without references."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)

@@ -18,8 +18,7 @@ TextVQA has."""
 
 
 def read_vqa_questions(path: Path, content: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
-    """Yield the questions in the content of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`. Their images have the file
-    names of COCO's releases."""
+    """Yield the questions in the content of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`, about images of COCO."""
     subset = content.get("data_subtype")
     if not isinstance(subset, str):
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
@@ -53,11 +52,7 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
     """Return questions of TextVQA with the right answers from an annotations file. An annotation belongs to the
     question with the same text whose id is the annotation's image id (as in the original LLaVA's file) or its question
-    id.
-
-    Raises:
-        DataError: the file has the wrong form, or has no annotation for a question.
-    """
+    id. Raise DataError if the file has the wrong form, or has no annotation for a question."""
     by_id_and_text: dict[tuple[str, str], dict[str, Any]] = {}
     for row in annotation_rows(path, "data"):
         question = str(row.get("question")).lower()
@@ -86,8 +81,7 @@ def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path:
 
 
 def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
-    """Raise DataError if a question has right answers, but not exactly ten: the original LLaVA's TextVQA evaluator
-    asserts ten."""
+    """Raise DataError if a question has right answers, but not exactly the ten that the original's TextVQA asserts."""
     for question in questions:
         if len(question.references) not in (0, TEXTVQA_ANSWERS):
             raise DataError(
@@ -97,7 +91,6 @@ def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
 
 
 def bare_question(prompt: str) -> str:
-    """Return the text of a TextVQA question in lower case, without the line of OCR words and the instruction to answer
-    in a single word or phrase."""
+    """Return a TextVQA question's text in lower case, without the line of OCR words and the instruction (SHORT)."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()

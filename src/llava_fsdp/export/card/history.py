@@ -30,8 +30,9 @@ def history_in(notes: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_models(cfg: ModelConfig, parts: Parts) -> list[str]:
-    """Return the public names of the models that a training began with: a whole model, or a language model and a vision
-    tower. If an earlier training made the model, they are the models that it began with, where its notes name them."""
+    """Return the public names of the models that a training began with: a whole model (`parts.whole`: its folder), or a
+    language model and a vision tower. If an earlier training made the whole model, return the models which that one
+    began with, as far as the notes in the folder (`llava_fsdp.json`) name them."""
     if parts.whole is None:
         names = [cfg.language, cfg.vision]
     else:
@@ -42,8 +43,7 @@ def base_models(cfg: ModelConfig, parts: Parts) -> list[str]:
 
 
 def names_of_data(cfg: DataConfig) -> list[str]:
-    """Return the public names of a training's data: the name of a dataset on the hub, and the last name in the path of
-    another file or folder."""
+    """Return the public names of a training's data: of a dataset on the hub its name, of another path the last part."""
     if cfg.source is Source.shapes:
         return ["shapes that llava_fsdp draws"]
     given = [source.path for source in cfg.sources.values()] or [cfg.path or ""]

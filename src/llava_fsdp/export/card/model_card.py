@@ -207,8 +207,8 @@ def metadata(
     name: str,
     scores: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Return the YAML at the head of a model card, by which the hub finds and shows the model. `name`: the model's.
-    `scores`: those of this model."""
+    """Return the YAML at the head of a model card, by which the hub finds and shows the model. `notes`: content of
+    llava_fsdp.json; `config`: of config.json; `name`: the model's; `scores`: of its evaluations."""
     from huggingface_hub import EvalResult, ModelCardData
 
     recipe = notes.get("recipe", {})
@@ -216,7 +216,7 @@ def metadata(
     results = [
         EvalResult("image-text-to-text", entry["data"], entry["data"], metric, value)
         for entry in scores
-        if entry.get("limit") is None
+        if entry.get("limit") is None  # of all questions, not of the first ones alone
         for metric, value in entry["scores"].items()
     ]
     is_adapter = kind in (FolderKind.adapters, FolderKind.adapters_of_class)

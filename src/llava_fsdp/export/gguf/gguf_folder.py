@@ -51,6 +51,7 @@ def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> N
         )
     check_hf(source.model, source.aspect)
     config = hf_config(source, torch.float32, source.vocabulary).to_dict()
+    # all of these raise ModelError for what llama.cpp lacks; what they return is not needed here
     check_vision(config, with_clip)
     kind_of(config["text_config"])
     tokenizer = source.model.parts.language_folder / "tokenizer.json"
@@ -60,15 +61,13 @@ def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> N
 
 def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -> dict[str, Any]:
     """Write `model.gguf`, `mmproj.gguf` and a `Modelfile` for Ollama into the folder `staged`, which exists. Return
-    what its `llava_fsdp.json` is to say besides digests.
+    what its `llava_fsdp.json` is to say besides digests. Raise ModelError if llama.cpp would tokenize texts otherwise,
+    or has no place for a tensor.
 
     Args:
         source: folder of a LLaVA in transformers' format, which `llava-fsdp export` wrote.
         asked: dtype of the matrices; `keep`: each tensor's own.
         name: name of the model, which llama.cpp shows.
-
-    Raises:
-        ModelError: llama.cpp would tokenize texts otherwise, or has no place for a tensor.
     """
     folder = ModelFolder(source)
     write_language(folder, staged / MODEL, asked, name)

@@ -49,8 +49,8 @@ class GgufTensor:
 def type_of(shape: tuple[int, ...], stored: torch.dtype, asked: KeptDType, is_exact: bool = False) -> str:
     """Return the type in which a tensor is written.
 
-    llama.cpp adds and multiplies vectors in F32 alone, and so are tensors with `is_exact`. Blocks of Q8_0 have 32
-    values of one row: a row of another length is F16, as llama.cpp's own converter does.
+    Vectors are F32, because llama.cpp adds and multiplies them in F32 alone, and so are tensors with `is_exact`. Blocks
+    of Q8_0 have 32 values of one row: a row of another length is F16, as llama.cpp's own converter does.
 
     Args:
         stored: dtype of the tensor in the model folder.
@@ -63,13 +63,10 @@ def type_of(shape: tuple[int, ...], stored: torch.dtype, asked: KeptDType, is_ex
 
 
 def write_gguf(writer: Any, tensors: dict[str, GgufTensor]) -> None:
-    """Write the file of a `gguf.GGUFWriter` that has all its keys: the keys and then the tensors, by their names in the
-    file, one after the other.
-
-    Raises:
-        ModelError: a value is not finite, or too large for F16.
-    """
+    """Write the keys of a `gguf.GGUFWriter`, and then the tensors, by their names in the file, one after the other.
+    Raise ModelError if a value is not finite, or too large for F16."""
     gguf = import_gguf()
+    # the file's type: the most frequent one beside F32, which vectors have in every file
     types = [tensor.type for tensor in tensors.values() if tensor.type != "F32"] or ["F32"]
     writer.add_file_type(FILE_TYPES[max(sorted(set(types)), key=types.count)])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

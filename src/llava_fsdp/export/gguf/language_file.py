@@ -114,8 +114,8 @@ def add_sizes(writer: Any, config: Mapping[str, Any], rows: int) -> None:
 
 
 def tensors_of(folder: ModelFolder, kind: LanguageKind, asked: KeptDType) -> dict[str, GgufTensor]:
-    """Return the tensors of a language model by their names in the file. Raise ModelError if llama.cpp has no place for
-    one of them."""
+    """Return the tensors of a language model by their names in the GGUF file. `asked`: the dtype of its matrices. Raise
+    ModelError if llama.cpp has no place for one of them."""
     gguf, config = import_gguf(), folder.language
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.name.upper()], config["num_hidden_layers"])
     heads = config["num_attention_heads"]
@@ -130,7 +130,7 @@ def tensors_of(folder: ModelFolder, kind: LanguageKind, asked: KeptDType) -> dic
         if theirs is None:
             raise ModelError(f"llama.cpp's {kind.name} has no place for the weight {name}")
         read, projection = stored.read, name.split(".")[-2]
-        if kind.permutes and projection in counts:
+        if kind.permutes and projection in counts:  # llama.cpp's rotary embedding needs the rows in another order
             read = partial(with_rotated_rows, stored.read, counts[projection])
         found[theirs] = GgufTensor(stored.shape, type_of(stored.shape, stored.dtype, asked), read)
     rope = config["rope_parameters"]
@@ -141,8 +141,8 @@ def tensors_of(folder: ModelFolder, kind: LanguageKind, asked: KeptDType) -> dic
 
 
 def with_rotated_rows(read: Any, heads: int) -> torch.Tensor:
-    """Return a query or key projection (or its bias) with the rows of each of its `heads` heads in llama.cpp's order:
-    the two halves, which transformers rotates against each other, one value of each in turn."""
+    """Return a query or key projection [heads * head size, ...] (or its bias), which `read()` reads, with the rows of
+    each head in llama.cpp's order: of the two halves, which transformers rotates against each other, a row in turn."""
     weight = read()
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)

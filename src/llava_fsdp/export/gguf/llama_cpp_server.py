@@ -15,7 +15,9 @@ from typing import Any
 
 
 def main(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the answer to each question."""
+    """Return the answer of llama.cpp's server to each question, {"ids", "answer"} or {"error"}. `task` has `package` (a
+    folder with xllamacpp), `model` and `mmproj` (GGUF files), `settings` of /completion, and `asked`, a list of
+    {"message", "image"}."""
     sys.path.append(task["package"])
     import xllamacpp  # pyright: ignore[reportMissingImports]
 

@@ -40,6 +40,7 @@ class Texts:
     def render(self, system: str | None, texts: list[str]) -> str:
         """Return a conversation (question, answer, ..., question) up to the beginning of its next answer."""
         begin = self.begin if system is None else f"{self.before_system}{system}{self.after_system}"
+        # behind an earlier question comes `answered`, behind an answer `question`, behind the last question `answer`
         between = [(self.answered, self.question)[n % 2] for n in range(len(texts) - 1)]
         return begin + "".join(text + after for text, after in zip(texts, [*between, self.answer], strict=True))
 
@@ -83,7 +84,8 @@ def go_text(text: str) -> str:
 
 
 def go_template(texts: Texts) -> str:
-    """Return the template in Go's language. `.Messages` has also the system message, which `.System` holds."""
+    """Return a chat template in the language of Go's templates. `texts`: what it writes around system message,
+    questions and answers. `.Messages` has also the system message, which `.System` holds."""
     begin = go_text(texts.begin)
     if texts.before_system is not None:
         system = f"{go_text(texts.before_system)}{{{{ .System }}}}{go_text(texts.after_system)}"
@@ -100,8 +102,8 @@ def go_template(texts: Texts) -> str:
 
 
 def modelfile(texts: Texts | None, stops: list[str]) -> str:
-    """Return the content of a Modelfile. `stops`: texts that end an answer. Without `texts` it has no template, and
-    says so."""
+    """Return the content of Ollama's Modelfile. `texts`: what the chat template writes around the texts of a
+    conversation; None: the file has no template, and says so. `stops`: texts that end an answer."""
     lines = ["FROM ./model.gguf", "FROM ./mmproj.gguf"]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop and "\n" not in stop]
     if texts is None or '"""' in go_template(texts):

@@ -77,8 +77,7 @@ def language_tensors(
     folder: ModelFolder, path: Path, architecture: str, parsed: dict[str, Any]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield transformers' name, the type, and the values of each tensor of a language model's file, as transformers
-    reads them. `parsed`: the configuration that transformers reads from the file. Raise ModelError if transformers has
-    no place for a tensor."""
+    reads them; ModelError if it has no place for one. `parsed`: the configuration that it reads from the file."""
     config: Any = AutoConfig.for_model(**folder.language)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -162,8 +161,9 @@ def check_language_keys(folder: ModelFolder, path: Path, keys: dict[str, Any], f
 
 
 def check_vision_keys(folder: ModelFolder, path: Path) -> None:
-    """Raise ModelError if the file of a vision tower has other sizes than the model folder."""
-    keys, vision, used = keys_of(path), folder.vision, last_layer(folder)
+    """Raise ModelError if the file of a vision tower has other sizes, another activation, or another normalisation of
+    pixels than the model folder."""
+    keys, vision, used = keys_of(path), folder.vision, last_layer(folder)  # `used`: number of its layers that are used
     fields = preprocessor_fields(folder.path)
     values = [vision["layer_norm_eps"], *fields["image_mean"], *fields["image_std"]]
     found = [keys["clip.vision.attention.layer_norm_epsilon"]]
@@ -186,7 +186,7 @@ def check_vision_keys(folder: ModelFolder, path: Path) -> None:
 def check_tokens(folder: Path, path: Path, keys: dict[str, Any]) -> None:
     """Compare the chat template and the special tokens of a file, which has these keys, with those of the model folder,
     and the token ids that its tokenizer gives texts with those of transformers. Raise ModelError if they differ."""
-    code = find_file(folder)
+    code = find_file(folder)  # (file of the chat template, its Jinja code), or None
     if keys.get("tokenizer.chat_template") != (code and code[1]):
         raise ModelError(f"{path} has another chat template than {folder}")
     if keys["tokenizer.ggml.add_bos_token"]:
@@ -203,7 +203,8 @@ def check_tokens(folder: Path, path: Path, keys: dict[str, Any]) -> None:
 
 
 def prompts_of(tokenizer: Any) -> Iterator[str]:
-    """Yield prompts by the chat template of transformers' tokenizer, for test conversations that it accepts."""
+    """Yield prompts by the chat template of transformers' tokenizer, for test conversations that it accepts. `texts`
+    are questions and answers in turn, of which the last answer is left out."""
     for texts in (*PROBES, *((text, "") for text in (*STRETCHES, *TEXTS))):
         for system in (None, SYSTEM_PROBE):
             try:

@@ -66,12 +66,12 @@ class NoAnswer(ModelError):
 
 
 def prove_by_llama_cpp(folder: Path, made: Path, with_images: bool) -> str:
-    """Compare the GGUF files in `made` with the model folder `folder` of which they were made, and return in words how
-    far they differ.
+    """Compare the answers of the GGUF files in `made` with those of the model in `folder` of which they were made;
+    return in words how far they differ.
 
     Args:
-        with_images: whether a question with an image is compared, too. It has the size of the vision tower's input,
-            because llama.cpp resizes images by other arithmetic.
+        with_images: whether to compare a question with an image, too. The image has the size of the vision tower's
+            input, because llama.cpp resizes images by other arithmetic.
 
     Raises:
         ModelError: llama.cpp cannot open the files, or computes something else.
@@ -80,13 +80,15 @@ def prove_by_llama_cpp(folder: Path, made: Path, with_images: bool) -> str:
     asked = answers_of_transformers(folder, processor, with_images)
     found = run_llama_cpp(made / "model.gguf", made / "mmproj.gguf" if with_images else None, asked)
     special = processor.tokenizer.all_special_ids
+    # the type of weights in the files that may differ most
     kind = max(types_in(made / "model.gguf") | types_in(made / "mmproj.gguf"), key=BOUNDS.__getitem__)
     return "; ".join(compare(one, theirs, kind, special, made) for one, theirs in zip(asked, found, strict=True))
 
 
 def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: list[int], made: Path) -> str:
     """Compare an answer of llama.cpp (`theirs`, of `llama_cpp_server`) with transformers', and return the difference in
-    words. Raise ModelError if it is too large. `special`: ids of the special tokens."""
+    words. Raise ModelError if it is too large. `kind`: type of the model's matrices (F16, ...); `special`: ids of the
+    special tokens; `made`: folder of the GGUF files, for messages."""
     what = f"llama.cpp with {made}, asked {asked.messages[0]['content'][-1]['text']!r},"
     if "error" in theirs:
         raise ModelError(f"{what} fails: {theirs['error'][:400]}")
@@ -100,6 +102,7 @@ def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: l
     same = next((n for n, (token, ours) in enumerate(pairs) if token != ours), len(tokens))
     # llama.cpp ends at more tokens than training, which it knows by their names
     ended = bool(tokens) and same == len(tokens) and tokens[-1] in special
+    # where transformers' first two choices differ by at most the bound, llama.cpp may choose another token
     if same < len(asked.answer) and not ended and asked.margins[same] > BOUNDS[kind]:
         raise ModelError(f"{what} answers {tokens}, and transformers {asked.answer}")
     # the server tells nothing of tokens that are a part of a character
@@ -114,7 +117,8 @@ def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: l
 
 @torch.no_grad()
 def answers_of_transformers(folder: Path, processor: Any, with_images: bool) -> list[ComparedAnswer]:
-    """Return transformers' answers to the questions that are compared."""
+    """Return, for each question that is compared, its messages, image and prompt ids, and the token ids of
+    transformers' greedy answer with their log-probabilities and the margins to the second choices."""
     model: Any = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, weights_only=True
     ).eval()
@@ -149,8 +153,9 @@ def probe_image(side: int) -> Image.Image:
 
 
 def as_served(asked: ComparedAnswer) -> dict[str, Any]:
-    """Return the message of a question in the form of the server's protocol."""
-    text = asked.messages[0]["content"][-1]
+    """Return the message of a question in the form of llama.cpp's server (OpenAI's protocol), with the image (a PNG
+    file in base64), if there is one, before the text."""
+    text = asked.messages[0]["content"][-1]  # the question's text part; before it there may be one for the image
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{asked.image}"}}
     return {"role": "user", "content": [text] if asked.image is None else [image, text]}
 

@@ -41,10 +41,7 @@ EXACT = ("v.patch_embd.weight", "v.position_embd.weight")
 
 def check_vision(config: Mapping[str, Any], with_clip: bool) -> None:
     """Raise ModelError if llama.cpp computes something else than a model of this configuration with its images.
-
-    Args:
-        with_clip: whether a CLIP tower is accepted, although llama.cpp computes it wrongly.
-    """
+    `with_clip`: whether a CLIP tower is accepted, although llama.cpp computes it wrongly."""
     vision = config["vision_config"]
     if config["model_type"] != "llava":
         raise ModelError(
@@ -84,7 +81,8 @@ def last_layer(folder: ModelFolder) -> int:
 
 
 def add_keys(writer: Any, folder: ModelFolder) -> None:
-    """Add the keys of a vision tower and projector."""
+    """Add the keys of a vision tower and projector to a GGUF file."""
+    # used: number of the tower's layers up to the one whose features the model takes
     vision, used = folder.vision, last_layer(folder)
     fields = preprocessor_fields(folder.path)
     writer.add_clip_has_vision_encoder(True)
@@ -107,7 +105,7 @@ def add_keys(writer: Any, folder: ModelFolder) -> None:
 
 def tensors_of(folder: ModelFolder, asked: KeptDType) -> dict[str, GgufTensor]:
     """Return the tensors of a vision tower and projector by their names in the file. Raise ModelError if the projector
-    is not one of llama.cpp."""
+    is not one of llama.cpp. `asked`: dtype of the matrices; those in EXACT are F32 in any case."""
     names = {n.removeprefix(PROJECTOR) for n in folder.tensors if n.startswith(PROJECTOR)}
     if names != OF_PROJECTOR.keys():
         raise ModelError(f"llama.cpp's projector has two linear layers with biases; this one has {sorted(names)}")

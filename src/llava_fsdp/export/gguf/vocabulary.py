@@ -59,15 +59,13 @@ class Vocabulary:
 
 def add_vocabulary(writer: Any, folder: Path, rows: int) -> None:
     """Add the tokenizer, the special tokens and the chat template of a model folder to the keys of a GGUF file. `rows`:
-    number of rows of the embeddings.
-
-    The chat template writes the BOS token, so llama.cpp is told to add none.
+    number of rows of the embeddings. The chat template writes the BOS token, so llama.cpp is told to add none.
 
     Raises:
         ModelError: llama.cpp would tokenize a text otherwise.
     """
     vocabulary = read_vocabulary(folder, rows)
-    if vocabulary.rule:
+    if vocabulary.rule:  # byte-level BPE: llama.cpp's name of the rule that splits a text before merging
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(vocabulary.rule)
         writer.add_token_merges(vocabulary.merges)
@@ -81,7 +79,7 @@ def add_vocabulary(writer: Any, folder: Path, rows: int) -> None:
     writer.add_token_types(vocabulary.types)
     for name, token in special_ids(folder, vocabulary.tokens).items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
-    code = find_file(folder)
+    code = find_file(folder)  # (file, Jinja code) of the chat template
     if code is not None:
         writer.add_chat_template(code[1])
 
@@ -101,7 +99,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
             f"{path}: the special token {flagged[0]!r} has lstrip, rstrip or single_word, which llama.cpp does not know"
         )
     names = {token: text for text, token in model["vocab"].items()} | {n: t["content"] for n, t in added.items()}
-    rule = splitting_rule(content, path)
+    rule = splitting_rule(content, path)  # empty: a tokenizer like Llama's, whose words begin with `▁`
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
@@ -128,8 +126,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
 
 
 def normalizes(folder: Path) -> bool:
-    """Return whether the tokenizer of a model folder brings a text into another Unicode form, which llama.cpp does
-    not."""
+    """Return whether the tokenizer of a model folder brings text into another Unicode form, unlike llama.cpp."""
     content = read_json(folder / "tokenizer.json", largest=LARGE)
     return any(step["type"] == "NFC" for step in steps_of(content.get("normalizer")))
 
@@ -167,7 +164,7 @@ def steps_of(section: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def described(step: Mapping[str, Any]) -> tuple[str, object]:
-    """Return a step of a `tokenizer.json` as the keys of RULES describe it."""
+    """Return a step of a `tokenizer.json` as RULES has it: (kind, its regular expression or flag; None if unknown)."""
     kind = step["type"]
     if kind == "Split":
         is_plain = step["behavior"] == "Isolated" and not step["invert"]
@@ -188,7 +185,8 @@ def special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
         text = value["content"] if isinstance(value, dict) else value
         if text in tokens:
             found[name] = tokens.index(text)
-    own = found.pop("eos", None)  # a chat template may write it
+    # `eos_token` has the key eos only if it ends an answer, and then comes first: a chat template may use it otherwise
+    own = found.pop("eos", None)
     ends = sorted(eos_ids(generation, folder / "generation_config.json"), key=lambda token: (token != own, token))
     if len(ends) > len(ENDS):
         raise ModelError(
@@ -242,7 +240,7 @@ def open_vocabulary(keys: Mapping[str, Any]) -> FastTokenizer:
 
 
 def built(kind: str, value: object) -> pre_tokenizers.PreTokenizer:
-    """Build a step of RULES."""
+    """Build a step of RULES from its kind, and its regular expression or flag (`value`)."""
     if kind == "Split":
         return pre_tokenizers.Split(Regex(str(value)), "isolated")
     if kind == "Digits":

@@ -33,8 +33,7 @@ def check_causal(model: Architecture) -> None:
     predict, and sees the padding of padded rows. Only rank 0 calls this. Without a small copy nothing is checked.
 
     Raises:
-        ModelError: a hidden state changes with a later token or another row. The message names the keys of the
-            configuration that cause it, if it is found.
+        ModelError: a hidden state depends on a later token or another row. The message names the keys that cause it.
     """
     language = model.parts.language
     try:
@@ -54,8 +53,8 @@ def check_causal(model: Architecture) -> None:
 
 
 def causes(small: PretrainedConfig) -> list[str]:
-    """Return the keys, with their values, of a small copy's configuration whose default values would make the language
-    model causal; an empty list if there is no such key."""
+    """Return, as `key=value`, the keys of a small copy's configuration whose default value alone would make the
+    language model causal."""
     keys = []
     defaults = type(small)().to_dict()
     for key, value in small.to_dict().items():
@@ -67,7 +66,7 @@ def causes(small: PretrainedConfig) -> list[str]:
             seen = what_is_seen(ConfigKey(other))
         except Exception:  # transformers may raise any error for a value that does not fit the other ones
             continue
-        if seen is None:
+        if seen is None:  # no token sees a later one, or another row
             keys.append(f"{key}={value}")
     return keys
 

@@ -9,8 +9,8 @@ from llava_fsdp.export.write.whole_folder import WholeSource
 
 
 def check_parts(source: SourceModel | WholeSource) -> None:
-    """Compare small copies of the parts of a model with transformers' own classes, and check that its language model is
-    causal. A whole model of transformers is such a class itself. The weights are not read. Only rank 0 calls this.
+    """Compare small copies of the parts of a model, with random weights, with transformers' own classes, and check that
+    its language model is causal. A WholeSource is such a class itself. Only rank 0 calls this.
 
     Raises:
         ModelError: a small copy computes something else than transformers' class, or a token depends on later ones.
@@ -18,7 +18,7 @@ def check_parts(source: SourceModel | WholeSource) -> None:
     if isinstance(source, WholeSource):
         return
     model = source.model
-    if model.parts.whole is None:
+    if model.parts.whole is None:  # language model and tower come from folders of their own, not from a whole LLaVA
         compare_language(model.parts)
     else:
         compare_whole(source)

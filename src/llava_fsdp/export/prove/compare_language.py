@@ -129,7 +129,7 @@ def suspects(config: PretrainedConfig) -> list[str]:
 def text_difference(key: ConfigKey) -> tuple[float, float | None]:
     """Compare the logits of random text in a small copy of a language model between transformers' own class and this
     package's. Return the largest difference, relative to the largest logit; and the factor by which all logits differ,
-    or None. `key` has the configuration of the model in the form of a key for the cache.
+    None if they differ in another way. `key` has the configuration of the model in the form of a key for the cache.
 
     Raises:
         ModelError: no small copy can be made.
@@ -158,8 +158,7 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
 
 def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of a small copy of a language model, or of a vision-language model in which only the
-    language model is shrunk; the configuration itself if it cannot be shrunk but is small already. Raises ModelError if
-    no small copy can be made."""
+    language model is shrunk; the configuration itself if it cannot be shrunk, or ModelError if it is then too large."""
     text = text_config(config)
     try:
         language = shrink(text, layers_of(text))
@@ -175,8 +174,7 @@ def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layers_of(config: PretrainedConfig) -> int:
-    """Return how many layers a small copy needs: all, if the first layer of some kind comes late (see
-    `count_layers`)."""
+    """Return how many layers a small copy needs (`count_layers`): all if the first layer of some kind comes late."""
     try:
         return count_layers(on_meta(AutoModel, config))
     except NoSmallCopy:
@@ -224,8 +222,7 @@ def build(config: PretrainedConfig) -> Any:
 
 
 def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
-    """Build transformers' own class of a language or vision-language model on the CPU, and give it the weights of
-    `ours`.
+    """Build transformers' own class of a language or vision-language model on the CPU, with the weights of `ours`.
 
     Raises:
         UnlikeOwnClass: the class or `ours` has a parameter that the other lacks.

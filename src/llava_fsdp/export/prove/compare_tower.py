@@ -30,9 +30,8 @@ IMAGES = 2
 
 
 def compare_tower(model: Architecture) -> None:
-    """Check that a small copy of a model's vision tower, with random weights, gives the features of transformers' own
-    class. Only rank 0 calls this. If no small copy can be made, a warning says so. Raises ModelError if the features
-    differ, or are not finite.
+    """Check that a small copy of a model's vision tower, with random weights, gives the features of transformers'
+    class; warn if there can be no copy. Only rank 0 calls this. Raises ModelError if features differ or are not finite.
 
     transformers' class is the one for the configuration in the vision tower's folder. If this is the configuration of a
     larger model, such as a whole CLIP, the larger model is built and its vision tower is used.
@@ -59,8 +58,7 @@ def compare_tower(model: Architecture) -> None:
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
 @torch.no_grad()
 def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, feature: Feature) -> str | None:
-    """Compare the features of a small copy of a vision tower with those of transformers' own class. Return in words how
-    they differ; None if they are equal.
+    """Return in words how the features of a small copy of a vision tower differ from transformers'; None if equal.
 
     Args:
         config: the configuration in the vision tower's folder: that of the vision tower, or of a larger model.

@@ -31,12 +31,10 @@ SPARE = 3
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
 def compare_whole(source: SourceModel) -> None:
-    """Check that a small copy of a LLaVA that was read as a whole (`model.checkpoint`), with random weights, has the
-    same logits here as in its class in transformers, for text with an image. Only rank 0 calls this. If no small copy
-    can be made, a warning says so.
+    """Check that a small copy of a LLaVA read as a whole (`model.checkpoint`), with random weights, has the same logits
+    here as in its class in transformers, for text with an image. Only for rank 0. Warns if no small copy can be made.
 
-    A folder of the original LLaVA is not compared, because transformers has no class for it. Raises UnlikeOwnClass if
-    the logits differ.
+    A folder of the original LLaVA (no class in transformers) is not compared. Raises UnlikeOwnClass if they differ.
     """
     folder = source.model.parts.whole
     assert folder is not None
@@ -58,6 +56,7 @@ def compare_whole(source: SourceModel) -> None:
     except ModelError as error:
         log().warning("%s are not compared with those of transformers' class: %s", named, error)
         return
+    # transformers' class has more rows of the vocabulary, for the image and video tokens
     difference = relative_difference(expected[:, : actual.shape[1]], actual)
     if not difference <= EQUAL:
         raise UnlikeOwnClass(
@@ -77,9 +76,8 @@ def without_adapters(source: SourceModel) -> SourceModel:
 
 
 def tokens_of(config: Any, model: Architecture) -> ImageTokens:
-    """Return the object that computes which tokens an image gets in the small copy of a model, in the same way as
-    transformers' class of the model does. `config` is the copy's configuration in transformers, and `model` the
-    copy."""
+    """Return the object that computes which tokens an image gets in a small copy of a model, as transformers' class of
+    the model does. `config`: the copy's configuration in transformers; `model`: the copy."""
     tile, merge = model.parts.image_size, model.cfg.patch_merge
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return ImageTokens(AspectRatio.square, tile, model.image_tokens)

@@ -81,8 +81,7 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
 
 
 def own_language_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Load the model in a folder with its own class in transformers, for evaluation: a language model, or the
-    vision-language model of which it is a part."""
+    """Load a folder's language or vision-language model with its own class in transformers, in evaluation mode."""
     transformers_logging.disable_progress_bar()
     is_inside = is_vision_language_model(read_config(folder, "model.language"))
     kind = cast("Any", AutoModelForImageTextToText if is_inside else AutoModelForCausalLM)

@@ -63,12 +63,12 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
 
 
 def rehearse(source: SourceModel | WholeSource, dtype: torch.dtype) -> None:
-    """Check that a model can be exported for transformers, before it is trained. For a LLaVA, a small copy is exported.
-    For a whole model of transformers, the names and shapes of its weights are checked, and whether its `generate` would
-    end answers at the right tokens. Only rank 0 calls this. Raises ModelError or ConfigError if the model cannot be
-    exported."""
+    """Check, before training, that a model can be exported for transformers; else raise ModelError or ConfigError. For
+    a LLaVA, a small copy is exported. For a whole model of transformers, the names and shapes of weights are checked,
+    and whether `generate` ends answers at the right tokens. Only rank 0 calls this."""
     if isinstance(source, WholeSource):
         with TemporaryDirectory(prefix="llava_fsdp-") as made:
+            # raises an error if the file that it writes does not end answers where it must
             write_generation_of_class(source.folder, source.model.language_config, Path(made))
         return check_plan(source)
     rehearse_hf(source, dtype)
@@ -111,12 +111,11 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
 
 
 def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[torch.Tensor]]:
-    """Make a small copy of a model with random weights. Raises ModelError if that is not possible, or its logits are
-    not finite.
+    """Make a small copy of a model with random weights. Raises ModelError if that fails, or its logits are not finite.
 
     Returns:
-        A description of the small copy, its weights with LoRA adapters merged, test inputs (micro-batches with an image
-            or a video), and the copy's logits for each of them: float32 [labels, vocabulary].
+        A description of the small copy, its weights with LoRA adapters merged, test inputs (a micro-batch and its image
+            sizes, or one with a video and None), and the copy's logits for each: float32 [labels, vocabulary].
     """
     small, values = small_copy(source)
     model, rule = small.model, small.image_tokens
@@ -145,6 +144,7 @@ def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
     with library_errors("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
         written = [exported_logits(exported, micro, micro.images["tiles"], sizes) for micro, sizes in inputs]
+    # sizes None: a video; the export may have more rows of the vocabulary than the small copy
     for theirs, ours, (_, sizes) in zip(written, expected, inputs, strict=True):
         difference = relative_difference(theirs[:, : ours.shape[1]], ours)
         if not difference <= CLOSE:

@@ -15,10 +15,9 @@ from llava_fsdp.model.whole.whole import Whole
 
 
 def comparable(model: Architecture, micro: MicroBatch) -> MicroBatch:
-    """Return a micro-batch with those label positions at which the logits of a model are compared with those of
-    transformers' class. A model that is one class of transformers as a whole is not compared at padding, for which the
-    class may compute anything. LLaVA's classes compute padding as ordinary tokens. `micro`: padded rows, whose
-    `label_positions` are all tokens."""
+    """Return a micro-batch with the label positions at which a model's logits are compared with those of transformers'
+    class, from `micro`: padded rows, in which all tokens are label positions. A model that is such a class itself is
+    not compared at padding, for which the class may compute anything; LLaVA's classes compute it as ordinary tokens."""
     return without_padding(micro) if isinstance(model, Whole) else micro
 
 

@@ -61,8 +61,8 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
 
 
 def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
-    """Return the configuration of a small copy of a model's vision tower, which keeps 3 layers or more if there are as
-    many, and the value of `model.select_layer` for the copy. Raises NoSmallCopy if no small copy can be made."""
+    """Return the configuration of a small copy of a model's vision tower, with few patches and, if there are as many, 3
+    layers or more, and the copy's `model.select_layer`. Raises NoSmallCopy if no small copy can be made."""
     vision = model.parts.vision
     depth = min(vision.num_hidden_layers, max(3, count_layers(model.vision_tower)))
     small = shrink_image(shrink(vision, depth), model.cfg.shuffle_factor)

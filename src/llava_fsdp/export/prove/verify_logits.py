@@ -144,13 +144,11 @@ def prove(
     in two files, each of them is loaded into the source model.
 
     The logits must be equal if llava_fsdp's model class loads the export, and close if transformers' model class loads
-    it. If weights were rounded, the log says how far the export is from the weights before rounding; no bound applies
-    to this effect.
+    it. If weights were rounded, the log says how far the export is from the unrounded ones, which has no bound.
 
     Args:
         model: a model of the architecture; its weights are not used.
-        sources: stored values of the exported weights, by name.
-        dtypes: dtypes of the export, by name.
+        sources, dtypes: by name of a weight, its values before the export and its dtype in the export.
         rule: computes which tokens an image gets.
 
     Raises:
@@ -170,7 +168,7 @@ def prove(
         gc.collect()
         all_actual = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
     # A factor of the logits is multiplied into the weight of the output layer for transformers. If this rounds the
-    # weight, logits differ as they do in bf16.
+    # weight, logits differ as they do in bf16. `min` picks one of the weights that have a row for each token.
     head_is_rounded = folding_rounds(model.parts, dtypes[min(model.with_vocabulary() & dtypes.keys())])
     for actual in all_actual:
         difference = distance(actual, expected)
@@ -199,8 +197,8 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compute_dtype(model: Architecture) -> torch.dtype:
-    """Return the dtype for computing a model's logits on the CPU: fp32 if the host (or container) has enough free
-    memory for it, else bf16."""
+    """Return the dtype for a model's logits on the CPU: fp32 if the host (or container) has memory for it, else
+    bf16."""
     size = 4 * sum(p.numel() for p in model.parameters())
     if read_host().free > ROOM * size:
         return torch.float32
@@ -209,9 +207,8 @@ def compute_dtype(model: Architecture) -> torch.dtype:
 
 
 def compute_place(model: Architecture, device: torch.device) -> tuple[torch.device, torch.dtype]:
-    """Return where to compute a model's logits, and in which dtype: on this device, that of the training, if it is a
-    GPU whose free memory holds the weights in fp32 or else in bf16, and a forward pass; else on the CPU, as
-    `compute_dtype` says."""
+    """Return where to compute a model's logits, and in which dtype: on the training's device if it is a GPU whose free
+    memory holds the weights, in fp32 or else in bf16, and a forward pass; else on the CPU (`compute_dtype`)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -224,16 +221,14 @@ def compute_place(model: Architecture, device: torch.device) -> tuple[torch.devi
 
 def random_rows(model: Architecture, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
     """Return a random micro-batch of two sequences, one with an image and one without, in which every token is a label;
-    and the size [(width, height)] of the image in pixels. If the model cuts images into tiles, this image has several
-    tiles, and needs padding."""
+    and the image's size, [(width, height)] in pixels: several tiles and padding, if the model cuts images."""
     tile = model.parts.image_size
     size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
     return random_micro_batch(model, rule, rule.of(size, 1), rule.count_tiles(size, 1)), [size]
 
 
 def random_micro_batch(model: Architecture, rule: ImageTokens, tokens: np.ndarray, tiles: int) -> MicroBatch:
-    """Return a random micro-batch of two sequences, one with an image or a video and one without, in which every token
-    is a label.
+    """Return a random micro-batch of two sequences, one with an image or a video, in which every token is a label.
 
     Args:
         tokens: one element for each token of the image or the video, as `rule.of` or `rule.of_video` returns them.
@@ -309,9 +304,10 @@ def logits_of_folder(
     for a micro-batch: float32 [labels, vocabulary]. `sizes`: width and height in pixels of each image."""
     if form is FolderFormat.hf:
         return reloaded_logits(folder, micro, micro.images["tiles"], compute, sizes)
-    cfg = read_model(folder, None, None)
+    cfg = read_model(folder, None, None)  # the folder names its language model and vision tower
     parts = find_parts(cfg)
     model = build_architecture(parts, cfg, compute)
+    # no projector of its own, and a seed that is not used: all weights are in the folder
     return logits(load_copy(model, find_weights(model, parts, cfg, None, 0), compute), micro)
 
 
@@ -369,8 +365,7 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: list[Size] | None) -> torch.Tensor:
     """Return the logits of an export, loaded with transformers, for the label tokens of a micro-batch: float32 [labels,
-    rows of the exported embeddings]. The micro-batch gives the token ids, the positions of the image tokens among them,
-    and the label positions.
+    rows of the exported embeddings].
 
     Args:
         images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower), or of the

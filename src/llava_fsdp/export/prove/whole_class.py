@@ -38,8 +38,7 @@ def mask_of(micro: MicroBatch) -> torch.Tensor:
 
 def prove_class(folder: Path, weights: Mapping[str, Stored]) -> None:
     """Load an exported folder with its class in transformers, and let it generate some tokens. Raise ModelError if that
-    fails, or if a loaded weight differs by a bit from the one that was to be written (`weights`, by the class's names).
-    """
+    fails, or if a loaded weight differs by a bit from the one to write (`weights`, by the class's names)."""
     dtype = reduce(torch.promote_types, [stored.dtype for stored in weights.values()])
     model = open_export(folder, dtype)
     check_loaded(model, weights, folder)

@@ -141,6 +141,7 @@ class AdapterWriter:
         renamed = {self.rename(name): whole_rows(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
+        # safetensors may create files that only their owner can read
         shutil.copymode(folder / ADAPTER_CONFIG, folder / OTHERS_FILES[0])
 
     def rename(self, name: str) -> str:
@@ -181,7 +182,7 @@ class AdapterWriter:
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
         """Return about how many bytes a folder with these tensors takes, each with ROOM for its entry in the file's
-        header. Tensors in the files `non_lora_trainables` (`is_apart`) are written twice."""
+        header. Tensors in `non_lora_trainables` (`is_apart`) are written twice: as .safetensors and as .bin."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if self.is_apart(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small_files.values())
@@ -233,13 +234,11 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 
 def check_base(model: Architecture, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
     """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
-    model of this training. `digests`: a hash of each weight that is frozen in this training, by name
-    (`frozen_digests`).
+    model of this training. `digests`: a hash of each weight that is frozen in this training, by name.
 
     The base model's configuration is compared with the one that the adapter's folder records; for a folder of peft or
     the original LLaVA, which records none, only the type of model. The fingerprint (hash) of the base model's weights
-    is compared if the folder has one, and only if this training freezes all weights that it covers: others have no
-    hash.
+    is compared if the folder has one, and this training freezes all weights that it covers: others have no hash.
 
     Raises:
         ModelError: the adapter's folder has the fingerprint of another base model, or names one of another type.
@@ -257,8 +256,7 @@ def check_base(model: Architecture, cfg: ModelConfig, digests: Mapping[str, str]
 
 
 def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:
-    """Raise ModelError if the fingerprint (hash) of a base model in an adapter's folder differs from `actual`. Without
-    one nothing is checked.
+    """Raise ModelError if an adapter's folder has a fingerprint (hash) of its base model that differs from `actual`.
 
     Args:
         actual: fingerprint of the base model that is to be used.

@@ -106,7 +106,8 @@ def find_gap(theirs: Any, ours: Tokenizer) -> GapRule:
 
     A Llama tokenizer with `legacy=false` puts one space before each text that it encodes. Training encodes every
     stretch of text between images separately, but transformers the whole conversation as one text, so that spaces are
-    missing. If no rule gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
+    missing. `GapRule(True, texts)` puts one before each stretch that does not begin with one of `texts`. If no rule
+    gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     # those that the tokenizer of training, too, takes for special tokens at the beginning of a text
@@ -188,11 +189,13 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
 
 def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the language
-    model's own chat template. Its code rewrites the messages as training does (an answer before the first question is
-    left out, for example), and then contains the model's template. This gets thoughts, calls of tools and their results
-    unchanged if it shows them. `start_end`: each image is between `<im_start>` and `<im_end>`. `gap` says whether a
-    space follows a BOS token that a processor adds. With `video`, videos are accepted like images."""
-    # whether the model's template gets images as parts of messages, else as tags in the text
+    model's own chat template. Its code first rewrites `messages` as training does (it leaves out an answer before the
+    first question, for example) into `chat.messages`, and then contains the model's template, which gets those.
+    Thoughts, calls of tools and their results pass unchanged if the model's template shows them. `start_end`: each
+    image is between `<im_start>` and `<im_end>`. `gap` says whether a space follows a BOS token that a processor adds.
+    With `video`, videos are accepted like images."""
+    # Jinja variables: `said` is the message at hand; `chat.begun`: a question came; `chat.asked`: the last message is
+    # one. `takes_parts`: the model's template gets images as parts of messages, else as tags in the text.
     takes_parts, extra = template.images is not None, read_beside_text(template)
     has_tools = "tool_calls" in extra
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
@@ -261,7 +264,7 @@ def extra_lines(keys: Sequence[str], content: str) -> list[str]:
 
 def bos_lines(gap: GapRule) -> tuple[str, ...]:
     """Return lines of Jinja code that output the BOS token with which the variable `text` begins, remove it from
-    `text`, and output a space if `gap` puts one before the rest."""
+    `text`, and output a space if `gap` puts one before the rest (its code reads `stretch`)."""
     return (
         "{{- bos_token -}}",
         "{%- set text = text[bos_token | length:] -%}",
@@ -270,9 +273,9 @@ def bos_lines(gap: GapRule) -> tuple[str, ...]:
 
 
 def image_lines(template: ChatTemplate, start_end: bool) -> list[str]:
-    """Return lines of Jinja code that output a conversation with the image token of the export in the place of the text
-    that the model's own template writes for an image. The template must get images as parts of messages. `start_end`:
-    each image is between `<im_start>` and `<im_end>`."""
+    """Return lines of Jinja code that output a conversation with the export's image token in place of the text that the
+    model's own template writes for an image. That template gets images as parts of messages. `start_end`: each image is
+    between `<im_start>` and `<im_end>`."""
     assert template.images is not None
     tags = (template.images.image, image_tag(template, start_end)), (template.images.video, VIDEO_TAG)
     code = "".join(f".replace({quoted(old)}, {quoted(new)})" for old, new in tags if old != new)
@@ -280,9 +283,8 @@ def image_lines(template: ChatTemplate, start_end: bool) -> list[str]:
 
 
 def stretch_lines(text: str, gap: GapRule) -> list[str]:
-    """Return lines of Jinja code that output the conversation in the Jinja variable `text`, split at its `<image>`
-    tags, with a space before a piece where `gap` puts one. The Jinja list `chat.tags` has the tag to output for each of
-    them."""
+    """Return lines of Jinja code that output the text in the Jinja variable `text`, split at its `<image>` tags, with a
+    space before a piece where `gap` puts one. The Jinja list `chat.tags` has the output for each tag."""
     return [
         f"{{%- for stretch in {text}.split('<image>') -%}}",
         "{%- if not loop.first -%}{{- chat.tags[loop.index0 - 1] -}}{%- endif -%}",
@@ -419,11 +421,11 @@ def question_lines(template: Template | ChatTemplate, start_end: bool, results: 
 
 
 def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool) -> str | None:
-    """Compare the token ids that the chat template of an exported model gives with those of training, for test
-    conversations and for their prompts (the conversation without its last answer). Return a message about the first
-    conversation whose ids differ; None if all are equal.
+    """Compare the token ids that an exported model's chat template gives with those of training, for test conversations
+    and their prompts (all but the last answer). Return a message about the first whose ids differ, or None.
 
-    The exported folder must have `config.json`, by which transformers chooses the tokenizer's class.
+    The exported folder must have `config.json`, by which transformers chooses the tokenizer's class. `start_end`: each
+    image is between `<im_start>` and `<im_end>`.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     # with one token for each image, as the chat template writes it
@@ -452,16 +454,14 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
 def render_messages(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
     """Return the text that the chat template of transformers' tokenizer makes of a conversation. The template, of which
     a part may come from a model of unknown origin, is rendered by transformers in a process with limits.
-    `add_generation_prompt` adds the beginning of an answer. Raises TemplateRefused if the template fails or breaks a
-    limit."""
+    `add_generation_prompt` adds the beginning of an answer. Raises TemplateRefused if it fails or breaks a limit."""
     variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
     return render(tokenizer.get_chat_template(), messages, variables)[0]
 
 
 def template_ids(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
     """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation. The template is rendered in a
-    process with limits; TemplateRefused is raised if it fails or breaks one. `add_generation_prompt` adds the beginning
-    of an answer."""
+    process with limits; TemplateRefused is raised if it fails or breaks one."""
     text = render_messages(tokenizer, messages, add_generation_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -507,9 +507,9 @@ def ids_of_training(
 
     Args:
         texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
-        image_id: token id that stands for an image, one token for each.
+        image_id: token id of images: one for each of an image's tokens in the conversation, and one in the prompt.
         system: text of a system message before the first question; None: no system message.
-        video_id: token id that stands for a video, one token for each; None: there are no videos.
+        video_id: the same for videos; None: there are no videos.
     """
     tags = [VIDEO if tag == VIDEO_TAG else IMAGE for tag in re.findall(ANY_TAG, "".join(texts))]
     if video_id is None:
@@ -535,7 +535,7 @@ def ids_of_training(
             for n in image_order(segments, len(tags))
             for _ in range(lengths_here[n])
         ]
-        ids[ids == IMAGE_ID] = media_ids[: int((ids == IMAGE_ID).sum())]
+        ids[ids == IMAGE_ID] = media_ids[: int((ids == IMAGE_ID).sum())]  # a prompt lacks what the last answer has
         ids_of_both.append(ids.tolist())
     return ids_of_both[0], ids_of_both[1]
 

@@ -182,8 +182,8 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
 
 
 def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
-    """Return the folders or hub names of the language model and the vision tower of a training; empty for a part that
-    comes from a whole model (`model.checkpoint`) which does not name its parts."""
+    """Return the folders or hub names of the language model and the vision tower of a training; empty for a part of a
+    whole model (`model.checkpoint`) whose notes (`llava_fsdp.json`) do not name it."""
     if parts.whole is None:
         return cfg.language, cfg.vision
     notes, brings_tower = read_notes(parts.whole), parts.vision_folder.is_relative_to(parts.whole)
@@ -211,6 +211,7 @@ def write_folder(
     remarks: list[str] = []
     on_first_rank(lambda: make_empty(staged), failing)
     if folder_format is FolderFormat.hf:
+        # rows: of the embeddings, with those of added tokens; remarks: what other programs do differently
         rows, remarks = on_first_rank(lambda: begin_hf(source, weights.common_dtype, staged), failing)
         write_hf_weights(source, weights, staged, rows)
     elif folder_format is FolderFormat.llava:
@@ -228,9 +229,8 @@ def write_folder(
 
 
 def write_notes(source: SourceModel | WholeSource, staged: Path, kind: FolderKind, notes: dict[str, Any]) -> None:
-    """Write the model card of an exported folder of this kind, and `llava_fsdp.json`: settings that its other
-    files do not contain, further settings (`notes`), and digests (sizes and hashes) of all other files, which must be
-    complete."""
+    """Write the model card of an exported folder of this kind, and `llava_fsdp.json`: settings that its other files
+    lack, further settings (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
     if isinstance(source, WholeSource):  # its own files say how images and texts are prepared
         return write_card_and_notes(staged, kind, {**source.settings, **notes})
     notes = {
@@ -257,7 +257,8 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, kind: FolderKin
 
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> tuple[int, list[str]]:
-    """Write all files of a model folder for transformers except the weights and the last two.
+    """Write the files of a model folder for transformers into `staged`, except the weights and those that follow them:
+    the model card and `llava_fsdp.json`.
 
     Returns:
         The number of rows that the exported embeddings must have: the trained ones, and further ones if the export adds
@@ -294,14 +295,15 @@ def write_hf_config(
         config.video_token_id = ids.video
     config.save_pretrained(staged)
     path = staged / "config.json"
-    fields = with_older_fields(read_json(path, str(path)), config)
+    fields = with_older_fields(read_json(path, str(path)), config)  # also those that transformers 4 reads
     write_json(path, fields | {"image_aspect_ratio": aspect_of_original(source)})  # SGLang reads it from this file
     return config
 
 
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
-    """Write the weights of a model folder for transformers. Collective; the first rank writes. `rows`: number of rows
-    of the embeddings to write, which may be more than those that are trained."""
+    """Write the weights of a model folder for transformers, with buffers, and with a factor of the logits multiplied
+    into the output layer. Collective; the first rank writes. `staged`: the folder. `rows`: number of rows of the
+    embeddings to write, which may be more than those that are trained."""
     plan = partial(plan_save, hf_config(source, weights.common_dtype, rows))
     weights = with_buffers(with_folded_head(weights, source.model), source.model)
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
@@ -349,8 +351,7 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
     """Write `config.json` for the original LLaVA, and a subfolder with the vision tower's configuration files.
 
     Raises:
-        ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not
-            known.
+        ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower has no known name.
     """
     parts = source.model.parts
     write_json(staged / "config.json", config_of_original(source, dtype))
@@ -361,8 +362,8 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def write_generation_of_original(source: SourceModel, staged: Path) -> None:
-    """Write `generation_config.json` for the original LLaVA, with the tokens that end an answer. If the model was
-    loaded from a folder of the original LLaVA whose file has these tokens, that file's contents are kept."""
+    """Write `generation_config.json` for the original LLaVA into the export `staged`, with the tokens that end an
+    answer. If the model came from a folder of the original LLaVA whose file has these tokens, that content is kept."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     ends, _ = find_ends(parts, source.template, [] if llava_folder is None else [llava_folder])
     folder = parts.language_folder
@@ -376,9 +377,9 @@ def write_generation_of_original(source: SourceModel, staged: Path) -> None:
 
 
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write a tokenizer for the original LLaVA: copy that of the folder of the original LLaVA from which the model was
-    loaded, or else convert the language model's. A language model's own chat template, if it was trained with, is
-    written too."""
+    """Write a tokenizer for the original LLaVA: a copy of the one in the original LLaVA's folder from which the model
+    (`source`) was loaded, or else the language model's, converted. The language model's own chat template is written
+    too, if the model was trained with it. `staged`: the folder of the export while it is written."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     if llava_folder is not None and has_tokenizer(llava_folder):
         copy_files(llava_folder, staged, TOKENIZER_FILES)
@@ -391,9 +392,8 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
 
 
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
-    """Write `config.json` into the folder of a projector alone, if the original LLaVA supports the model; else no file
-    is written, which llava_fsdp does not need. Raises ConfigError if the projector has no weights, or the vision
-    tower's name is not known."""
+    """Write `config.json` into the folder of a projector alone, if the original LLaVA supports the model; llava_fsdp
+    itself needs no such file. Raises ConfigError if the projector has no weights, or the tower's name is unknown."""
     check_projector(source.model)
     if why_not_original(source.model) is not None:
         return
@@ -426,6 +426,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
     for key, (value, default) in ours.items():
         if config.get(key, default) != value:
             config[key] = value
+    # an item of `train` is a part of the model, such as `vision`, or some of its blocks (`vision:20`)
     if Part.vision.value in (text.partition(":")[0] for text in source.history.get("train", [])):
         # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
@@ -442,8 +443,7 @@ def aspect_of_original(source: SourceModel) -> str:
 
 
 def tower_name(source: SourceModel) -> str:
-    """Return the hub name or folder from which the original LLaVA is to load the vision tower; raise ConfigError if it
-    is not known."""
+    """Return the vision tower's hub name or folder for the original LLaVA; raise ConfigError if it is unknown."""
     name = source.vision or known_tower(source.model.parts.vision)
     if not name:
         raise ConfigError("the original's folders name their vision tower, and the source does not: give vision=NAME")

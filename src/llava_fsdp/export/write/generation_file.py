@@ -78,11 +78,7 @@ def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: i
 def ends_of_class(folder: Path, language: Any) -> dict[int, str] | None:
     """Return the tokens at which `chat` ends an answer of a whole model of transformers: {id: name, empty if it is not
     special}, sorted by id. None if there is no chat with the model: its folder lacks a tokenizer or a chat template
-    that can be trained with.
-
-    Args:
-        language: configuration of the language model.
-    """
+    that can be trained with. `language`: configuration of the language model."""
     if find_code(folder) is None or not has_tokenizer(folder):
         return None
     tokenizer = open_tokenizer(folder, language.vocab_size)
@@ -103,8 +99,8 @@ def ends_of_generate(folder: Path) -> set[int]:
 
 
 def warning_of_unnamed_ends(folder: Path, language: Any) -> str | None:
-    """Return a warning if transformers' `generate` goes on after a token that ends an answer of a whole model in
-    `chat`; else None. `language`: configuration of the language model."""
+    """Return a warning if transformers' `generate` goes on after a token at which `chat` ends an answer of the model in
+    `folder`, which is trained as its class in transformers; else None. `language`: the text part's configuration."""
     ends = ends_of_class(folder, language)
     lacking = (ends or {}).keys() - ends_of_generate(folder)
     if not ends or not lacking:

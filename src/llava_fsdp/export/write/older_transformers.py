@@ -27,9 +27,8 @@ NEWER_KEYS = ("backend", "is_local", "local_files_only", "processor_class")
 
 
 def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Return the contents of a `config.json` that transformers 5 has saved, with fields for transformers 4 added and
-    the path from which it was loaded removed, in the language model's and the vision tower's parts too. `config` is the
-    configuration that was saved."""
+    """Return the contents of a `config.json` that transformers 5 has saved (`config`), with fields for transformers 4
+    added and the path from which it was loaded removed, also in the language model's and the vision tower's parts."""
     rewritten = {key: value for key, value in fields.items() if key != "_name_or_path"}
     for name in ("text_config", "vision_config"):
         if isinstance(rewritten.get(name), dict):
@@ -70,11 +69,12 @@ def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields, in the form of transformers 4, for rotary embeddings that are equal in all layers. `rope` is
-    the field `rope_parameters` of `fields`. `rope_theta` is the text `NEEDS_5`, with which transformers 4 fails, if it
-    would compute something else.
+    the field `rope_parameters` of `fields`. `rope_theta` becomes the text NEEDS_5, with which transformers 4 fails, if
+    it would compute something else.
 
     Model types in PARTIAL have another name for `partial_rotary_factor` in transformers 4. Those in STRICT call the
-    kind of scaling `type` there, and accept no further keys."""
+    kind of scaling `type` there, and accept no further keys.
+    """
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     flat: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:

@@ -121,6 +121,7 @@ def write_tokenizer(
     check_same_ids(folder, staged, vocab_size, same_bos)
     with library_errors(f"{staged}: transformers cannot read the tokenizer that was written"):
         written = from_file(staged)
+        # whether the chat template must put a space before text behind an image, for the token ids of training
         gap = find_gap(written, ours) if template.adds_bos else GapRule(False)
     write_template(staged, template, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
@@ -198,8 +199,8 @@ def from_file(folder: Path) -> Any:
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
-    """Add the SentencePiece model (`tokenizer.model`) of a Llama tokenizer to an exported model, and set those values
-    in `tokenizer_config.json` that transformers 5 does not write there."""
+    """Copy the SentencePiece model (`tokenizer.model`) of a Llama tokenizer from `folder` to the export `staged`, and
+    set those values in `tokenizer_config.json` that transformers 5 does not write there."""
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
@@ -270,8 +271,7 @@ def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
 
 def write_llama(staged: Path, legacy: bool) -> None:
     """Change the `tokenizer.json` of an exported Llama tokenizer so that it gives the same token ids as the
-    SentencePiece model, and name a tokenizer class in `tokenizer_config.json` with which transformers loads it
-    unchanged.
+    SentencePiece model, and name a class in `tokenizer_config.json` with which transformers loads it unchanged.
 
     transformers 5 writes the same `tokenizer.json` for both values of `legacy` and leaves the difference to the
     tokenizer class, which for a LLaVA model is another one than for a Llama model. With `legacy`, every piece of text
@@ -346,12 +346,10 @@ def write_processor(
 ) -> None:
     """Write the files with which transformers prepares images and prompts: `preprocessor_config.json`,
     `processor_config.json` and with LLaVA-OneVision `video_preprocessor_config.json`. If the vision tower's folder has
-    no image preprocessing, only log a warning. `tokens` is the number of image tokens of a tile (an input of the vision
-    tower).
+    no image preprocessing, only log a warning. `tokens`: image tokens of a tile, which is an input of the tower.
 
     An InternVL model gets a LlavaProcessor too, with patches as wide as the squares of patches that its projector
-    joins. InternVL's own processor needs torchvision, and puts two tokens around every image that training does not
-    have.
+    joins: InternVL's own processor needs torchvision, and puts two tokens around every image, unlike training.
     """
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so the exported model gets none", folder)
@@ -419,8 +417,8 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
 
 
 def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write a tokenizer for the original LLaVA, which uses transformers 4.37, with a maximum number of tokens of a
-    text. Tokens with ids of `vocab_size` or more are left out."""
+    """Write the tokenizer of `folder` into the export folder `staged`, for the original LLaVA (transformers 4.37), with
+    texts of at most `max_length` tokens. Tokens with ids of `vocab_size` or more are left out."""
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")

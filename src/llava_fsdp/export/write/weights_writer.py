@@ -47,8 +47,7 @@ class Weights:
 
 
 def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights:
-    """Return weights to which further tensors are added, by name. Every rank has these tensors whole; they are written
-    in their own dtypes."""
+    """Return weights with further tensors, by name, which every rank has whole; they keep their own dtypes."""
     return replace(
         weights,
         shapes=weights.shapes | {name: tuple(own.shape) for name, own in values.items()},
@@ -158,9 +157,8 @@ class TensorGroup:
 
 
 def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[TensorGroup]]:
-    """Decide which tensors (`outputs`, by name) are written into which file, and return the groups of each file.
-    Tensors that are made of the same parameters form a group, which is written into one file. A file has groups of at
-    most 5 GB together, or one group."""
+    """Decide which tensors (`outputs`, by name) are written into which file, and return the groups of each file. A
+    group has the tensors made of the same parameters. A file has groups of at most 5 GB together, or one group."""
     groups: dict[str, TensorGroup] = {}  # by each of its parameters
     for name, output in outputs.items():
         dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])
@@ -200,8 +198,7 @@ def with_rows(tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
 
 def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
     """Write the projector's weights as `mm_projector.bin` (a pickle, for the original LLaVA) and as
-    `mm_projector.safetensors`. Collective; the first rank writes. `rename` returns the name in the files for
-    llava_fsdp's name."""
+    `mm_projector.safetensors`. Collective; the first rank writes. `rename`: our name -> name in the files."""
     tensors: dict[str, torch.Tensor] = {}
     for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
         tensor = weights.read(name)

@@ -84,8 +84,7 @@ class WholeSource:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The configuration in the folder, in which embeddings and output layer are not tied if they have different
-        weights."""
+        """The folder's configuration, but embeddings and output layer are not tied if they have different weights."""
         config = read_config(self.folder, "model.checkpoint")
         if self.is_untied:
             for part in {id(part): part for part in (config, config.get_text_config())}.values():
@@ -152,6 +151,7 @@ def write_whole_folder(
         write_generation_of_class(source.folder, source.model.language_config, staged)
 
     on_first_rank(begin, failing)
+    # how the class maps its folder's files to its weights; `weights` and what only that folder has, such as buffers
     loaded, complete = plan_folder(source, weights)
     write_shards(complete, staged, partial(plan_complete, loaded, complete), vocabulary=(), trained=0, rows=0)
     entries = {**source.settings, **notes}
@@ -160,14 +160,11 @@ def write_whole_folder(
 
 def check_plan(source: WholeSource) -> None:
     """Check, before training, that a model can be exported by transformers' class. Only shapes are compared. Values are
-    read of those tensors alone that the model's folder has and the model has not, such as buffers.
-
-    Raises:
-        ModelError: the class does not save a parameter of the model, or it has a parameter that neither the model nor
-            its folder has.
-    """
+    read of those tensors alone that the model's folder has and the model has not, such as buffers. Raises ModelError if
+    the class does not save a parameter of the model, or has one that neither the model nor its folder has."""
     names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(own.shape) for name, own in names.items()}
+    # the functions that would read the values are never called
     loaded, complete = plan_folder(
         source, Weights(shapes, dict.fromkeys(shapes, torch.float32), lambda _: torch.empty(0))
     )
@@ -175,8 +172,8 @@ def check_plan(source: WholeSource) -> None:
 
 
 def plan_folder(source: WholeSource, weights: Weights) -> tuple[LoadPlan, Weights]:
-    """Return where in the files of the model's folder the weights of transformers' class are, and `weights` together
-    with those tensors that only these files have, such as buffers."""
+    """Return how transformers' class loads its weights from the files of the folder that the model was read from, and
+    the `weights` to write together with those tensors that only these files have, such as buffers."""
     config, folder = source.config, source.folder
     loaded = plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
     return loaded, with_folders_own(weights, loaded, folder)
@@ -215,9 +212,8 @@ def all_values(source: Any) -> torch.Tensor:
 
 
 def copy_others(folder: Path, staged: Path) -> None:
-    """Copy all files of a model folder but its weights, its config.json and its model card, bit for bit. Hidden files
-    and the notes of this package are left out, and so are subfolders with weights, which hold the same model in another
-    form."""
+    """Copy all files of a model folder but its weights, config.json and model card, bit for bit. Hidden files and this
+    package's notes are left out, and so are subfolders with weights: the same model in another form."""
     for place, names in files_to_copy(folder):
         to = staged / place.relative_to(folder)
         to.mkdir(parents=True, exist_ok=True)

@@ -63,8 +63,7 @@ def as_flag(flag: str, key: str) -> Rule:
 
 
 def read_file(context: RuleContext, value: object) -> Translation:
-    """Return what becomes of a key that names another file of settings, Accelerate's (`config_file`) or DeepSpeed's:
-    the file is read, if it was found."""
+    """Return what becomes of a key that names a file of settings, Accelerate's or DeepSpeed's: it is read, if found."""
     found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
     return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 

@@ -50,8 +50,7 @@ LOSS_SCALE = {
 def compare_with_flag(value: object, flag_value: object, text: str, flag_name: str) -> Translation:
     """Return what a key of DeepSpeed's configuration becomes if the training script also sets it (`flag_value`, named
     `flag_name`). `text` names the override that it becomes. The value `auto` stands for the script's value. Any other
-    value must equal the script's, or else transformers refuses to start the original training
-    (integrations/deepspeed.py)."""
+    value must equal the script's, or transformers refuses the original training (integrations/deepspeed.py)."""
     if value == AUTO:
         return mapped(text, flag_value)
     given = [plain(v) for v in value] if isinstance(value, list) else plain(value)

@@ -25,8 +25,7 @@ def model_name(context: RuleContext, value: object) -> Translation:
 
 
 def data_path(context: RuleContext, value: object) -> Translation:
-    """Return what --data_path (a file, or several that a pattern or LLaVA-NeXT's YAML file lists) becomes in
-    llava_fsdp."""
+    """Return what --data_path (a file, a pattern, or LLaVA-NeXT's YAML file with several) becomes in llava_fsdp."""
     files = context.run.data_files  # a text says why the files are not known
     if isinstance(files, str):
         return unsupported(files)
@@ -62,9 +61,8 @@ def projector(context: RuleContext, value: object) -> Translation:
 
 
 def projector_type(context: RuleContext, value: object) -> Translation:
-    """Return what LLaVA's --mm_projector_type becomes in llava_fsdp. LLaVA's types are in
-    multimodal_projector/builder.py:33-51. For one that transformers' LLaVA lacks, the command turns the run's export
-    off (`export.enabled`)."""
+    """Return what LLaVA's --mm_projector_type (multimodal_projector/builder.py:33-51) becomes in llava_fsdp. For a type
+    that transformers' LLaVA lacks, the command turns the run's export off (`export.enabled`)."""
     text = context.override("model.projector_type")
     if "export.enabled" in context.decided:
         text += f", {context.override('export.enabled')}"
@@ -132,8 +130,7 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
 
 
 def warmup_ratio(context: RuleContext, value: object) -> Translation:
-    """Return what --warmup_ratio becomes in llava_fsdp. A number of warm-up steps, or a schedule without warm-up,
-    replaces it."""
+    """Return what --warmup_ratio becomes in llava_fsdp. A number of warm-up steps or a constant schedule wins."""
     if "optim.warmup_steps" in context.decided:
         return no_effect(f"a number of steps wins: {context.override('optim.warmup_steps')}")
     if context.run.trainer_value("lr_scheduler_type") == "constant" and context.run.ds("scheduler.type") is None:
@@ -149,6 +146,7 @@ def half(context: RuleContext, value: object) -> Translation:
         return OFF if context.key == "fp16" else mapped(text)
     if context.key == "bf16":
         return mapped(f"{text}: fp32 masters, moments and sums of gradients, with and without DeepSpeed")
+    # `decided`: the overrides of the command
     if context.run.uses_deepspeed or "precision.scaler.window" not in context.decided:
         return mapped(f"{text}: fp32 masters and norms, a loss scale as DeepSpeed's")
     scaler = ", ".join(context.override(f"precision.scaler.{key}") for key in ("window", "hysteresis"))

@@ -55,9 +55,8 @@ def patch_merge(context: RuleContext, value: object) -> Translation:
 
 
 def grid(context: RuleContext, value: object) -> Translation:
-    """Return what --image_grid_pinpoints (the sizes to which images of several tiles are resized) becomes in
-    llava_fsdp. The command has an override of `model.patch_merge` (in `context.decided`) only if images are cut into
-    tiles."""
+    """Return what --image_grid_pinpoints (the sizes to which images of several tiles are resized) becomes. The command
+    has an override of `model.patch_merge` (in `context.decided`) only if images are cut into tiles."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     found = grid_of(context.run)  # None: llava_fsdp's default; a text: why the sizes are not known
@@ -91,8 +90,8 @@ def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
 
 
 def vision_lr(context: RuleContext, value: object) -> Translation:
-    """Return what --mm_vision_tower_lr, the learning rate of the vision tower, becomes in llava_fsdp: the override
-    `optim.vision_lr`, if the command has it."""
+    """Return what --mm_vision_tower_lr, the vision tower's learning rate, becomes: `optim.vision_lr`, if the command
+    has it."""
     if value is None:
         return implied("the rate of all other parts")
     return IfDecided("optim.vision_lr", no_effect("the vision tower is not trained"))(context, value)

@@ -41,8 +41,7 @@ def truncation(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
-    """Return what ms-swift's --fsdp becomes in llava_fsdp. Only its value `fsdp2` is known here, which also switches
-    activation checkpointing on."""
+    """Return what ms-swift's --fsdp becomes here. `fsdp2`, the only known value, also checkpoints activations."""
     if not value:
         return OFF
     if value == "fsdp2":

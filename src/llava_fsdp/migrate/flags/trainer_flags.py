@@ -53,8 +53,7 @@ def targets(context: RuleContext, value: object) -> Translation:
 
 
 def bits(context: RuleContext, value: object) -> Translation:
-    """Return what --load_in_4bit or --load_in_8bit becomes in llava_fsdp, where only a base model under LoRA adapters
-    is quantized."""
+    """Return what --load_in_4bit or --load_in_8bit becomes: only the base model of LoRA adapters can be quantized."""
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
@@ -101,6 +100,7 @@ def lacking(run: SourceRun, decided: Mapping[str, object]) -> list[str]:
         found = [] if "model.checkpoint" in decided else ["model.checkpoint: the checkpoint is not named"]
         # where records are named but not read, the row of their flag says why
         return found if "data.path" in decided or given else [*found, "data.path: no records are named"]
+    # without `data.path`, `run.data_files` is a message that says why
     if run.launch.is_original:
         return [] if "data.path" in decided else [f"data.path: {run.data_files}"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})

@@ -163,8 +163,9 @@ def epochs(context: RuleContext, value: object) -> Translation:
 
 
 def max_length(note: str) -> Rule:
-    """Return a rule for the flag of the longest sample: it becomes the override `data.max_length` if the command has
-    it, else the original's longest sample is not set. `note` says what the original does with a longer one."""
+    """Return the rule for a trainer's flag with the longest sample in tokens. If the migrated training sets
+    `data.max_length`, the flag becomes this override; if not, the flag is reported as implied. `note`: what the
+    original trainer does with a longer sample; printed behind the override."""
     return IfDecided(
         "data.max_length",
         implied("the longest sample is not set: a sample above data.max_length ends the run before its first step"),

@@ -18,8 +18,7 @@ def read_flags(launch: TrainingCommand, table: Mapping[str, Flag]) -> tuple[dict
     """Return the flags that a command gives a training program: {name: value}, separated as argparse would do it, but
     not converted; and a remark about each flag that is given twice. `table` has the flags that the program accepts.
 
-    A value is a text, a list of texts, or True for a flag without a value. A word that belongs to no flag gets the name
-    `(WORD)`.
+    A value is a text, a list of texts, or True for a flag without a value. A word of no flag gets the name `(WORD)`.
     """
     flags: dict[str, object] = {}
     notes = []

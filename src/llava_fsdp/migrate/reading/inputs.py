@@ -32,8 +32,7 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
         gpus: number of GPUs; None: the launcher's flags or the YAML file give it.
 
     Raises:
-        ConfigError: a file cannot be read, is neither a script nor settings in JSON or YAML, or is used by no training
-            command.
+        ConfigError: a file cannot be read, is no script or settings in JSON or YAML, or no training command uses it.
     """
     scripts: list[Path] = []
     jsons: Files = {}
@@ -100,12 +99,13 @@ def read_run(
     number of GPUs. Raise ConfigError if neither the user nor a file gives this number."""
     if launch.trainer:
         return read_trainer_run(name, script, launch, jsons, yamls, gpus)
+    # the flags of LLaVA's own program, of LLaVA-NeXT's (told from LLaVA's by the flags that are given), or of others
     table = FLAGS if launch.is_original else OTHER_FLAGS
     if launch.is_original and is_next(read_flags(launch, NEXT_FLAGS)[0]):
         table = NEXT_FLAGS
     flags, notes = read_flags(launch, table)
     run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
-    missing: list[str] = []
+    missing: list[str] = []  # files that the script names and `choose` does not find
     accelerate_file = deepspeed_file = datasets_file = None
     # files with the flags of a trainer such as ms-swift are for other commands
     yamls = {path: found for path, found in yamls.items() if trainer_of_config(found.values) is None}

@@ -29,8 +29,8 @@ def input_file(name: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, without the byte order mark that Windows programs write. Raise ConfigError if it
-    cannot be read."""
+    """Return the text of a UTF-8 file, without the byte order mark of Windows. Raise ConfigError if it cannot be
+    read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,8 +62,7 @@ def choose(name_in_script: object, script: Path, given: Files, missing: list[str
 
 
 def read_json(path: Path) -> Settings:
-    """Return the settings of a DeepSpeed file. Raise ConfigError if it is not a JSON object, or contains a key
-    twice."""
+    """Return the settings of a DeepSpeed file. Raise ConfigError if it is not a JSON object, or has a key twice."""
 
     def refuse_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
         """Return the pairs of one JSON object as a dict; raise ConfigError if a name occurs twice."""

@@ -45,7 +45,7 @@ def read_trainer_run(
     assert launch.trainer
     table = TABLES[launch.trainer]
     flags, notes = read_flags(launch, table)
-    if launch.script == "trl sft":
+    if launch.script == "trl sft":  # TRL passes some of its flags on to `accelerate launch`
         launch = pass_on(launch, flags)
     run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
     # LLaMA-Factory looks its datasets up in dataset_info.json
@@ -90,9 +90,8 @@ def with_accelerate(run: SourceRun, script: Path, given: Files, missing: list[st
 
 
 def with_deepspeed(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
-    """Return a run with the settings of its DeepSpeed file, and the path of that file: None without such a file, for
-    one of ms-swift's own, or if it is not found. The name of a file that is not found is added to `missing`. `given`:
-    files that the user named."""
+    """Return a run with the settings of its DeepSpeed file, and that file's path: None without such a file, for one of
+    ms-swift's own, or if it is not found (then added to `missing`). `given`: files that the user named."""
     inner = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
     named = run.flags.get("deepspeed") or run.launch.flags.get("deepspeed_config_file") or inner
     if not named:
@@ -122,6 +121,7 @@ def with_config(
             rest = [part for word in rest for part in (f"--{word}".split("=", 1) if "=" in word else [word])]
     if named is None:
         return launch, None
+    # with `yaml` the user named the file itself, and there is no launch command
     path = Path(named) if launch.launcher == "yaml" else choose(named, script, given, missing)
     if path is None:
         return replace(launch, arguments=rest), None

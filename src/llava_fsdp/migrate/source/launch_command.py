@@ -49,8 +49,7 @@ class TrainingCommand:
 
     @property
     def is_original(self) -> bool:
-        """Whether the training program is LLaVA's own. It is recognised by its path, or by its name together with a
-        flag that only LLaVA has."""
+        """Whether the training program is LLaVA's own, by its path, or by its name and a flag that only LLaVA has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -66,6 +65,7 @@ def find_launch(command: ShellCommand) -> TrainingCommand | None:
     for index, word in enumerate(words):
         name = PurePosixPath(word).name
         rest = words[index + 1 :]
+        # a trainer's own command, such as `swift sft`
         if entry_of(words[index:]) is not None:
             return own_entry(command, name, index)
         if name in ("deepspeed", "torchrun"):
@@ -107,8 +107,7 @@ def own_entry(command: ShellCommand, name: str, index: int) -> TrainingCommand:
 
 
 def devices_and_notes(environment: dict[str, str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the value of CUDA_VISIBLE_DEVICES, and a remark about the other environment variables that a script
-    sets."""
+    """Return the value of CUDA_VISIBLE_DEVICES, and a remark about a script's other environment variables."""
     others = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     settings = ", ".join(f"{name}={value}" for name, value in others.items())
     note = f"the script sets {settings}: set the variables that the command needs"
@@ -141,6 +140,7 @@ def split_launch(command: ShellCommand, launcher: str, words: list[str]) -> Trai
     launch = TrainingCommand(
         launcher, flags, words[index], words[index + 1 :], command.line, devices, (*notes, *others)
     )
+    # `trainer` names a known program (such as ms-swift) that is not LLaVA's own (`is_original`)
     return launch if launch.is_original else replace(launch, trainer=trainer_of(launch.script, launch.arguments))
 
 
@@ -185,6 +185,7 @@ def ranks_of_include(text: str) -> LaunchedRanks:
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None
+    # (processes per machine, machines, CUDA_VISIBLE_DEVICES)
     return LaunchedRanks(per_node, len(hosts), hosts[0] if len(hosts) == 1 and per_node else None)
 
 

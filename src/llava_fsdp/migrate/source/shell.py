@@ -101,8 +101,7 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[ShellComma
 
 def expand_variables(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
     """Return a line with variables replaced by their values and comments removed; quotes are kept. For a variable
-    without a value, or an expansion that only bash can evaluate, a message is added to `problems`, and the text stays
-    as it is."""
+    without a value, or an expansion that only bash can evaluate, `problems` gets a message, and the text stays."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         """Return the value of a matched variable, quoted by `quote`; the matched text, if the value is not known."""

@@ -174,8 +174,7 @@ class SourceRun:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """Whether the learning rate follows DeepSpeed's WarmupLR or WarmupDecayLR, which give all parameter groups the
-        same learning rate."""
+        """Whether the learning rate is DeepSpeed's WarmupLR or WarmupDecayLR: one rate for all parameter groups."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
@@ -214,7 +213,8 @@ class SourceRun:
 
     @property
     def tensor(self) -> int:
-        """Number of GPUs among which DeepSpeed divides each layer (AutoTP); 1 if it does not divide them."""
+        """Number of GPUs among which DeepSpeed divides each layer (AutoTP), from its configuration, which has it in a
+        section or at the top; 1 if layers are not divided, or the number does not divide that of all GPUs."""
         nested, plain_key = (
             self.ranks_for_one_sample(key, self.gpus or 1) for key in ("tensor_parallel.autotp_size", "autotp_size")
         )
@@ -227,8 +227,7 @@ class SourceRun:
 
     @property
     def batch(self) -> int:
-        """Number of samples in an optimizer step: micro-batch size x accumulation x GPUs that process samples of their
-        own."""
+        """Number of samples in an optimizer step: micro-batch size x accumulation x GPUs with samples of their own."""
         micro, accumulation = (
             self.trainer_value("per_device_train_batch_size"),
             self.trainer_value("gradient_accumulation_steps"),
@@ -280,8 +279,7 @@ class SourceRun:
 
     @property
     def is_lora(self) -> bool:
-        """Whether LoRA adapters train. LLaVA's pretraining stage never trains them: it freezes them again
-        (train.py:926-930)."""
+        """Whether LoRA adapters train. LLaVA's pretraining stage freezes them again (train.py:926-930)."""
         if self.trainer:
             return self.tuning == "lora"
         return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"

@@ -145,8 +145,7 @@ def model_choice(name: str) -> str:
 
 
 def trained_parts(run: SourceRun) -> list[str]:
-    """Return the value of `model.train`: the parts that LLaVA trains (train.py:843-845, 926-935), except lm_head, which
-    model.train cannot select."""
+    """Return the value of `model.train`: the parts that LLaVA trains (train.py:843-845, 926-935), except lm_head."""
     usual = ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
     if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
         usual = ["projector"]
@@ -154,8 +153,7 @@ def trained_parts(run: SourceRun) -> list[str]:
 
 
 def data(run: SourceRun) -> Overrides:
-    """Return llava_fsdp's overrides for data and images of a training with LLaVA's or LLaVA-NeXT's program. Keys
-    without a value are left out."""
+    """Return the overrides (only keys with a value) for data and images of a run of LLaVA's or LLaVA-NeXT's program."""
     found: Overrides = {
         "data": "llava_json",
         "data.path": data_path(run),
@@ -178,14 +176,13 @@ def data(run: SourceRun) -> Overrides:
 def data_path(run: SourceRun) -> object:
     """Return the value of llava_fsdp's key `data.path`: a file or a list of files; None if they are not known."""
     files = run.data_files
-    if isinstance(files, str):
+    if isinstance(files, str):  # the reason why the files are not known
         return None
     return files if len(files) > 1 else files[0]
 
 
 def writing(run: SourceRun) -> Overrides:
-    """Return llava_fsdp's overrides for output folder, checkpoints, logging, length of the training, seed, determinism
-    and timeouts."""
+    """Return the overrides for output folder, checkpoints, logging, training length, seed, determinism and timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed")}
     timeout = run.trainer_value("ddp_timeout")
     # ms-swift, LLaMA-Factory and TRL may set years, which stand for no limit
@@ -253,9 +250,8 @@ def parallel(run: SourceRun) -> Overrides:
 def offload(run: SourceRun) -> Overrides:
     """Return the overrides for offloading to host memory or disk.
 
-    DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory. This is `offload=params`
-    in llava_fsdp. At ZeRO stage 1, gradients stay on the GPU in both systems and only the moments are offloaded: this
-    is `offload=optimizer`.
+    DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory, as `offload=params` does.
+    At ZeRO stage 1, gradients stay on the GPU and only the moments are offloaded: this is `offload=optimizer`.
     """
     if run.lacks_deepspeed:
         return {}
@@ -281,8 +277,8 @@ def fsdp_words(run: SourceRun) -> list[str]:
 
 
 def fsdp_strategy(run: SourceRun) -> str | None:
-    """Return the value of `sharding` for the strategy that Accelerate's `fsdp_config` or the flag --fsdp names; None if
-    neither names a known one."""
+    """Return the value of `sharding` for the strategy in Accelerate's `fsdp_config` or the flag --fsdp; None if
+    unknown."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.accelerate_value("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -294,8 +290,7 @@ def fsdp_strategy(run: SourceRun) -> str | None:
 
 
 def precision(run: SourceRun) -> Overrides:
-    """Return llava_fsdp's overrides for the precision. If both bf16 and fp16 are set, the original program refuses to
-    start; here bf16 is chosen."""
+    """Return llava_fsdp's overrides for the precision: bf16 for both bf16 and fp16, which the original refuses."""
     dtypes_on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     dtypes_on |= {flag for flag in ("bf16", "fp16") if run.is_half(flag)}
     dtypes_on.add(str(run.accelerate_value("mixed_precision")))
@@ -310,8 +305,7 @@ def precision(run: SourceRun) -> Overrides:
 
 
 def optimizer(run: SourceRun) -> Overrides:
-    """Return llava_fsdp's overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from
-    the script's flags."""
+    """Return the overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -341,8 +335,7 @@ def from_deepspeed_or_flag(run: SourceRun, deepspeed_key: str, flag: str) -> obj
 
 
 def clip(run: SourceRun) -> object:
-    """Return the norm to which the original training clips gradients; None if it does not clip. DeepSpeed's
-    `gradient_clipping` is off by default."""
+    """Return the norm to which the original training clips gradients; None if it does not (DeepSpeed's default)."""
     # a DeepSpeed configuration that Accelerate makes clips as the script says (its DeepSpeedPlugin)
     default = AUTO if run.trainer and run.deepspeed is None else 0
     value = run.ds("gradient_clipping", default) if run.uses_deepspeed else run.trainer_value("max_grad_norm")

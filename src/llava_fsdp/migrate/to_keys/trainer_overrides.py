@@ -106,8 +106,7 @@ def records(run: SourceRun) -> dict[str, object]:
 
 
 def paths(files: RecordFiles, group: str) -> dict[str, object]:
-    """Return the overrides that name the files of records in the configuration's group `data` or `val`; empty if the
-    files are not known."""
+    """Return the overrides that name files of records in group `data` or `val`; empty if the files are unknown."""
     if files.problem or not files.paths:
         return {}
     several = list(files.paths)
@@ -116,9 +115,8 @@ def paths(files: RecordFiles, group: str) -> dict[str, object]:
 
 
 def lengths(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for the maximum length of a sample, and for what happens to a longer one. If the original
-    has no limit, or takes it from the checkpoint's configuration, `data.too_long=fail` refuses a sample that does not
-    fit."""
+    """Return the overrides for the maximum length of a sample, and for what happens to a longer one: without a limit in
+    the original, or with that of the checkpoint's configuration, it is an error (`data.too_long=fail`)."""
     if run.trainer is Trainer.factory:
         return {"data.max_length": run.trainer_value("cutoff_len"), "data.too_long": "truncate"}
     if run.trainer is Trainer.trl:

@@ -110,8 +110,7 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the two values of each key that both nested dictionaries have with different values, by its path with
-    dots."""
+    """Return {dotted key: both values} for the keys that two nested dictionaries share with different values."""
     differing: dict[str, tuple[Any, Any]] = {}
     for key in then.keys() & now.keys():
         before, after = then[key], now[key]

@@ -72,8 +72,7 @@ def linear_layers(model: Adaptable, part: Part) -> list[str]:
 
 
 def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
-    """Add LoRA adapters with peft to the configured layers of a meta-device model, in place. Return the full paths of
-    the modules that got one.
+    """Add LoRA adapters with peft to the configured layers of a meta-device model, in place. Return their paths.
 
     Args:
         keys: hashes of the current micro-batch's tokens, from which the adapters compute their dropout masks.
@@ -96,8 +95,7 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
 
 
 def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
-    """Add LoRA adapters with peft to the modules with these full paths, in place. Raises ConfigError if peft is not
-    installed."""
+    """Add LoRA adapters to the modules with these full paths, in place. Raises ConfigError if peft is not installed."""
     peft = import_peft()
     settings = peft.LoraConfig(
         r=cfg.r,
@@ -115,8 +113,7 @@ def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
 
 @contextmanager
 def without_adapters(model: Adaptable) -> Iterator[None]:
-    """Context manager in which a model computes without its adapters. peft's own method would also freeze them, and
-    `freeze` decides what trains."""
+    """Context manager in which a model computes without its adapters. peft's own method would also freeze them."""
     layers: list[Any] = [model.get_submodule(name) for name in model.adapted]
     for layer in layers:
         layer._disable_adapters = True
@@ -158,6 +155,7 @@ def check_gradients(model: Tower) -> None:
     size = model.parts.image_size
     was_training = model.training
     model.eval()  # turns off dropout, which would need the seeds of samples
+    # NothingPacked answers transformers' check for packed samples, which would read values
     with torch.enable_grad(), torch.device("meta"), NothingPacked(), as_adapter_errors(type(language).__name__):
         embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
         weights = in_bf16(language)
@@ -194,8 +192,7 @@ def as_adapter_errors(model: str) -> Iterator[None]:
 
 
 def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[str]:
-    """Return the names of a module's trainable parameters, with the prefix `part`, on which its output does not
-    depend."""
+    """Return the names, with the prefix `part`, of a module's trainable parameters on which `out` does not depend."""
     trained = {f"{part}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return []

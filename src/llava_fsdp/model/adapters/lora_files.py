@@ -76,8 +76,7 @@ def adapter_folders(name: str) -> tuple[Path, Path]:
 
 def find_adapter(name: str, key: str) -> Path:
     """Return the folder of the LoRA adapter that a setting names: the folder `name` itself or, if it is the output
-    folder of a run, the final adapter in it. Raises ConfigError, which names the setting `key`, if neither is an
-    adapter."""
+    folder of a run, the final adapter in it. If neither is an adapter, raise ConfigError about the setting `key`."""
     for folder in adapter_folders(name):
         if is_adapter_folder(folder):
             return folder
@@ -116,9 +115,8 @@ def open_adapter(folder: Path, is_of_class: bool = False) -> AdapterFolder:
 
 
 def check_meaning(folder: Path, lora: LoraConfig) -> None:
-    """Raise ModelError if the LoRA settings in an adapter's adapter_config.json are no longer those of the training,
-    which llava_fsdp wrote into `llava_fsdp.json` beside it. A user may change other settings in adapter_config.json,
-    such as the path of the base model."""
+    """Raise ModelError if LoRA settings in an adapter's adapter_config.json differ from those of the training, which
+    llava_fsdp wrote into `llava_fsdp.json` beside it. Users may change others, such as the base model's path."""
     trained = read_notes(folder).get("lora", {})
     with library_errors(f"{folder / NOTES} is not what was written"):
         for key in ("alpha", "use_dora", "use_rslora"):  # another r would give other shapes
@@ -148,8 +146,7 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
 
 
 def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
-    """Return the LoRA settings in an adapter_config.json. Raises ModelError, with the key and its value, if rank or
-    scale is not a valid number."""
+    """Return the LoRA settings in an adapter_config.json. Raises ModelError if rank or scale is not a valid number."""
     r: Any = settings.get("r")
     alpha: Any = settings.get("lora_alpha")
     dropout: Any = settings.get("lora_dropout") or 0.0
@@ -200,13 +197,9 @@ def initial_values_from(adapter: AdapterFolder, model: nn.Module, cfg: LoraConfi
 
 
 def check_unknown_tensors(adapter: AdapterFolder, names: set[str]) -> None:
-    """Check the tensors of an adapter's folder that the model has no parameters for. Adapters whose matrix B is 0 have
-    no effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
-
-    Raises:
-        ModelError: an adapter has a matrix B that is not 0, or a tensor is not part of an adapter, so that training
-            results would be lost.
-    """
+    """Check the tensors (`names`) of an adapter's folder that the model has no parameters for. Adapters whose matrix B
+    is 0 have no effect and are ignored with a warning; the original LLaVA adds such adapters to vision towers. Raise
+    ModelError if B is not 0, or a tensor is not part of an adapter, so that training results would be lost."""
     for name in sorted(names):
         if not is_adapter(name):
             raise ModelError(f"{adapter.folder} has {name}, which this model has not; is it of another model?")
@@ -241,11 +234,8 @@ def warn_of_ignored(folder: Path, modules: set[str]) -> None:
 
 def check_fits(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
     """Check that a LoRA adapter fits a base model, whose parameters have these shapes; `base` is its name in messages.
-
-    Raises:
-        ModelError: the model lacks a module that the adapter adapts, the adapter lacks a weight, or a weight has
-            another shape.
-    """
+    Raise ModelError if the model lacks a module that the adapter adapts, the adapter lacks a weight, or a weight has
+    another shape."""
     for module in adapter.modules:
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:

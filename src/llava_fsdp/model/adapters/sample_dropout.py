@@ -39,12 +39,11 @@ class TokenKeys:
         segments: Segments | None,
         vision_tokens: int,
     ) -> None:
-        """Compute the hashes of a micro-batch's tokens from the seeds of its samples and tiles (the vision tower's
-        input images).
+        """Compute the hashes of a micro-batch's tokens from the seeds, below 2**31, of its samples and tiles.
 
         Args:
-            seeds: of the tokens, int64, [rows, length] or broadcast to it; below 2**31.
-            tile_seeds: int64 [tiles], below 2**31.
+            seeds: those of the tokens, int64, [rows, length] or broadcast to it.
+            tile_seeds: those of the vision tower's input images, int64 [tiles].
             shape: [rows, length]
             segments: sample boundaries of a packed row (`Segments`); None: every row is one sample.
             vision_tokens: number of tokens that a tile has in the vision tower.
@@ -62,9 +61,8 @@ class SampleDropout(nn.Module):
     Values that are kept are divided by the probability of being kept."""
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
-        """Create the dropout of one module. A value is dropped with probability `p`. The module's name, with which its
-        masks differ from those of other modules, must begin with the name of its part. `keys` has the hashes of the
-        current micro-batch's tokens."""
+        """Create the dropout, with probability `p`, of the module `name`. The name makes its masks differ from those of
+        other modules; it begins with that of its part. `keys` has the hashes of the current micro-batch's tokens."""
         super().__init__()
         self.p = p
         # a tensor and not an int, which torch.compile would treat as a constant, so that it would compile every layer

@@ -153,8 +153,8 @@ class Llava(Architecture):
 
     def embedded(self, input_ids: torch.Tensor, images: ImageInputs) -> torch.Tensor:
         """Return the language model's input embeddings, [rows, length, hidden], of `input_ids`, int64 [rows, length].
-        Those of image tokens are projected image features: `images` has the tiles, and the place and the feature of
-        each image token (`forward` describes it). It is empty if no rank has an image."""
+        Image tokens get projected features of the `tiles` in `images`: token n, at index positions[n] of the flattened
+        rows, gets feature rows[n] or, with `weights`, a weighted sum. `images` is empty if no rank has an image."""
         if not images:
             return self.language_model.get_input_embeddings()(input_ids)
         tiles, weights = images["tiles"], images.get("weights")
@@ -181,8 +181,7 @@ class Llava(Architecture):
         return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features, [tiles, features, vision width], of tiles (`images`), [tiles, 3, size,
-        size].
+        """Compute the vision tower's features, [tiles, features, vision width], of `images`, [tiles, 3, size, size].
 
         If the micro-batch has no tile, a frozen vision tower does not run, and a trainable one runs on a blank tile
         whose features are discarded, so that its blocks run on every rank.

@@ -34,14 +34,12 @@ class OwnParts:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the functions or classes that a program gives as "loss" and "projector", by these words. A
-        checkpoint records them."""
+        """Names of the functions or classes that a program gives as "loss" and "projector", for the checkpoint."""
         given = {"loss": self.loss, "projector": self.projector}
         return {key: str(getattr(own, "__name__", type(own).__name__)) for key, own in given.items() if own is not None}
 
     def check(self, cfg: Config) -> None:
-        """Raise ConfigError if the configuration does not go together with a loss or a projector that a program
-        gives."""
+        """Raise ConfigError if the configuration does not go together with a loss or a projector of the program."""
         for key in self.names:
             for kind in ("tensor", "pipeline"):
                 if getattr(cfg.parallel, kind) > 1:
@@ -79,8 +77,7 @@ def make_projector(make: ProjectorFactory, features: int, hidden: int, factor: i
         factor: factor of the pixel shuffle.
 
     Raises:
-        ConfigError: `make` returns no module, or one with buffers, which would have no values, or one whose output has
-            another shape.
+        ConfigError: `make` returns no module, or one with buffers (they would have no values) or another output shape.
     """
     name = getattr(make, "__name__", type(make).__name__)
     with torch.device("meta"):

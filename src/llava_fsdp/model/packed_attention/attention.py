@@ -215,16 +215,15 @@ def attend_alone(
     form: AttentionForm,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a layer's causal attention for rows with one sample each: [rows, heads, tokens, size] -> [rows, tokens,
-    heads, size].
+    """Compute causal attention for rows of one sample: [rows, heads, tokens, size] -> [rows, tokens, heads, size].
 
     Args:
-        module: the layer; it is not used.
+        module: not used.
         query: only of the last tokens if `key` and `value` contain earlier tokens too.
-        form: the layer's options: scaling, dropout, sliding window, soft cap of scores and attention sinks.
+        form: the layer's options: scaling, dropout, sliding window, soft cap of scores and attention sinks; it
+            `is_plain` without the last two, which SDPA lacks.
         allowed: mask, bool [rows, 1, tokens, all tokens], True where a token attends to another. `key` and `value` may
-            lack the earliest of all tokens. None: a token attends to itself and all earlier tokens, or those in its
-            window.
+            lack the earliest of all tokens. None: a token attends to itself and to earlier ones (in its window).
     """
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
@@ -306,8 +305,7 @@ def attend_in_steps(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm, allowed: torch.Tensor
 ) -> torch.Tensor:
     """Compute attention as transformers' eager implementations of Gemma 2 and GPT-OSS do, with the softmax in fp32:
-    [rows, heads, tokens, size] -> [rows, tokens, heads, size]. The scores of all pairs of tokens are in memory at the
-    same time.
+    [rows, heads, tokens, size] -> [rows, tokens, heads, size]. All scores are in memory at once.
 
     `allowed` is a bool mask, broadcast to [rows, heads, queries, keys]: True where a query may attend to a key. A
     sliding window must be part of it, because that of `form` is not used.
@@ -369,8 +367,7 @@ def each_alone(
     """Compute attention for a packed row, sample by sample, with transformers' SDPA if it supports the layer's options:
     query, key, value [1, heads, tokens, size] -> [1, tokens, heads, size].
 
-    The row is divided with `split`, not with slices: the backward pass of a slice would fill a whole row with zeros for
-    every sample.
+    The row is divided with `split`: the backward pass of slices would fill a whole row with zeros for every sample.
     """
     keys = (row.keys or row.queries).lengths.each
     queries, keys, values = query.split(row.queries.lengths.each, 2), key.split(keys, 2), value.split(keys, 2)
@@ -415,9 +412,8 @@ def make_varlen() -> Attend:
 
 
 def both_boundaries(row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return a row's boundaries as FlashAttention's functions take them: cumulative lengths of queries and of keys, and
-    the greatest number of queries and of keys of a sample. If a sample has more keys than queries, its queries are its
-    last tokens (flash-attn since 2.1)."""
+    """Return a row's boundaries as FlashAttention's functions take them: cumulative lengths of queries and keys, and
+    the most of each in a sample. With fewer queries than keys, they are its last tokens (flash-attn since 2.1)."""
     queries, keys = row.queries, row.keys or row.queries
     return queries.cu_seqlens, keys.cu_seqlens, queries.lengths.longest, keys.lengths.longest
 
@@ -451,8 +447,8 @@ def layers_with_window(language: PretrainedConfig) -> int:
 
 
 def grows_with_square(attention: Attention, model: nn.Module) -> bool:
-    """Return whether attention over packed rows makes masks or scores of all pairs of a sample's tokens, so that its
-    memory grows with the square of the sample's length."""
+    """Return whether attention over packed rows has masks or scores of all pairs of a sample's tokens in memory: for
+    attention sinks or a soft cap of scores, which FlashAttention lacks, and with SDPA for a sliding window."""
     config: Any = model.config
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or getattr(config, "attn_logit_softcapping", None) is not None:

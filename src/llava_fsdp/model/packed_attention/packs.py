@@ -52,10 +52,9 @@ def packing_refused(language: PretrainedConfig) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def found_out_of_reach(language: ConfigKey) -> str | None:
-    """Return why a language model would mix the samples of a packed row, found out by building it and running it on the
-    meta device; None if it keeps them apart. The answers for the last 64 configurations are cached: `language` is a
-    configuration that can be hashed. Raises ModelError if transformers cannot build the model, or torch cannot multiply
-    its experts."""
+    """Return why a language model would mix the samples of a packed row, found by running it on the meta device; None
+    if it keeps them apart. The answers for the last 64 configurations are cached: `language` can be hashed. Raises
+    ModelError if transformers cannot build the model, or torch cannot multiply its experts."""
     register_attention()
     config = copy.deepcopy(language.config)
     keep_frequencies(config)
@@ -73,10 +72,10 @@ def refuse_packing(reason: str | None) -> None:
 
 
 def other_attention(language: PretrainedConfig, kind: type | None = None) -> str | None:
-    """Return why, by its configuration, a language model would mix the samples of a packed row; None if there is no
-    such reason. Reasons: its attention is not computed through transformers' AttentionInterface, or is neither full
-    causal attention nor causal attention in a sliding window. `kind`: the class of the language model; None: that of
-    its configuration."""
+    """Return why, by its configuration, a language model would mix the samples of a packed row; None if it would not.
+    Reasons: its attention is not computed through transformers' AttentionInterface, or is neither full causal attention
+    nor causal attention in a sliding window. `kind`: the class of the language model; None: that of its
+    configuration."""
     if not getattr(kind or MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
@@ -159,6 +158,7 @@ def layers_out_of_reach(model: PreTrainedModel) -> str | None:
     visits: Visits = []
     try:
         with torch.no_grad(), torch.device("meta"):
+            # one row of two tokens with two samples: position ids, cumulative lengths, lengths (no values on meta)
             segments = torch.zeros((1, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32), (1, 1)
             inputs = {
                 "inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16),

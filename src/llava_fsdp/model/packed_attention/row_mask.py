@@ -70,10 +70,9 @@ class BoundaryMask(torch.Tensor):
         mask: torch.Tensor, segments: Segments | None = None, visits: Visits | None = None, is_cached: bool = False
     ) -> BoundaryMask:
         """Return an attention mask, bool [rows, tokens], False at padding, that also carries the boundaries of samples.
-        It has the memory of `mask`.
+        It has the values and the memory of `mask`.
 
         Args:
-            mask: the values of the mask.
             segments: of a packed row: position ids, cumulative sample lengths, sample lengths and, if samples share
                 their first tokens with the sample before them, how many, and cumulative lengths that count these tokens
                 for each sample. None: each row is one sample.
@@ -149,14 +148,15 @@ def make_row_mask(
 ) -> RowMask:
     """Make the mask of rows: a function for transformers' AttentionMaskInterface.
 
-    If the model's rule is causal attention, to all tokens or in a window, no mask is made, and the kernels for packed
-    rows compute the attention. Other rules are evaluated for each sample alone, so that the masks grow with the sum of
-    the squares of the samples' lengths, and not with the square of the row's.
+    If the model's rule is causal attention, to all tokens or in a window, no mask tensor is made: the kernels for
+    packed rows compute it. Other rules give a mask for each sample, so that memory grows with the sum of the squares of
+    the samples' lengths, and not with the square of the row's.
 
     Args:
         mask_function: the model's rule: (row, head, query, key) -> whether the query attends to the key. Queries and
             keys are numbered in the whole row.
-        attention_mask: the mask that the model was called with.
+        attention_mask: the mask that the model was called with: a BoundaryMask, bool [rows, tokens], False at padding,
+            with the boundaries of a packed row's samples. Of any other kind, the model has replaced it.
         local_size: the model's window; None: the rule has none.
         chunks_of: returns the chunks of a row that this rank computes; None: it computes whole rows.
         given: other arguments of transformers' `sdpa_mask`.
@@ -234,20 +234,20 @@ def attend_with(
     ) -> tuple[torch.Tensor, None]:
         """Compute a layer's attention within the samples of rows: [rows, heads, tokens, size] -> [rows, tokens, heads,
         size]. `softcap` and `s_aux` are transformers' names for `softcap` and `sinks` of `AttentionForm`."""
-        row = attention_mask
+        row = attention_mask  # a RowMask says which tokens of a row attend to which
         if not isinstance(row, RowMask):
             got = "no mask" if row is None else "a mask of its own"
             raise ConfigError(f"{type(module).__name__} attends with {got}, which would mix packed samples")
         refuse_other_attention(module, others, is_causal=row.masks is None)
-        if row.visits is not None:
+        if row.visits is not None:  # while it is checked that all layers attend through this function
             row.visits.append((module, row.window))
         form = AttentionForm(scaling, dropout, row.window, softcap, s_aux)
-        if row.boundaries is None:
+        if row.boundaries is None:  # each row is one sample
             allowed = None if row.masks is None else row.masks[0]
             return attend_alone(module, query, key, value, form, allowed), None
         chosen = kernel if form.is_plain and row.masks is None else each_alone  # the others have no caps, sinks, masks
         keys = None
-        if row.shared is not None:
+        if row.shared is not None:  # samples whose first tokens the row has only once: copy their keys and values
             key, value = (with_copies(own, row.boundaries, row.shared) for own in (key, value))
             keys = row.shared.keys
         packed = PackedRow(row.boundaries, form, keys, row.masks)
@@ -257,8 +257,7 @@ def attend_with(
 
 
 def register_attention() -> None:
-    """Register the attention implementations for packed rows, with the functions that make their masks; calling this
-    again changes nothing."""
+    """Register with transformers the attention for packed rows, and its masks. Calling this again changes nothing."""
     for attention, name in NAMES.items():
         kernel = kernel_of(attention)
         if kernel is not None:
@@ -275,7 +274,8 @@ def attention_arguments(
     Args:
         inputs: ids or embeddings, [rows, tokens, ...].
         segments: the sample boundaries of a packed row, or the input for generation; None for padded rows.
-        implementation: name of the model's attention implementation. With one of transformers', rows are not packed.
+        implementation: name of the model's attention implementation. This package's get a BoundaryMask, a mask with
+            the sample boundaries; with one of transformers', rows are not packed.
     """
     is_ours = implementation in NAMES.values()
     if isinstance(segments, CachedRows):

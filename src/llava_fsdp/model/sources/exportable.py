@@ -21,8 +21,7 @@ original LLaVA model, so that the folder can be converted back."""
 
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
     """Raise ConfigError or ModelError if transformers has no class that computes what a model computes. The message
-    names another format that the model can be exported in. `aspect`: how images are fitted into the vision tower's
-    input, as one tile or several."""
+    names another export format. `aspect`: how an image is fitted into the vision tower's input, as one tile or more."""
     refused = why_not_hf(model, aspect)
     if refused is not None:
         choice = "llava" if why_not_original(model) is None else None
@@ -48,8 +47,7 @@ def check_projector(model: Llava) -> None:
 
 
 def cure(model: Llava, choice: str | None) -> str:
-    """Return what to do instead of an export that is refused. `choice` is another format in which the whole model can
-    be exported; None: it can in no format."""
+    """Return what to do instead of a refused export. `choice`: another format for the whole model; None: no other."""
     if choice is not None:
         return f"choose format={choice}"
     without = "train with export.enabled=false (or, with adapters, export.merge=false); chat and evaluate read the run"
@@ -79,8 +77,7 @@ def error_of(check: Callable[[], None]) -> ConfigError | ModelError | None:
 
 def require_original(model: Llava) -> None:
     """Raise ConfigError if the original LLaVA lacks a model's projector (multimodal_projector/builder.py:33-51);
-    ModelError if it lacks its language model. A model that was loaded from the original LLaVA has a language model of
-    it."""
+    ModelError if it lacks its language model (never so for a model that was loaded from the original)."""
     if not re.fullmatch(r"linear|identity|mlp\d+x_gelu", model.cfg.projector_type):
         raise ConfigError(f"the original LLaVA has no {model.cfg.projector_type} projector")
     if original_folder(model.parts) is None:

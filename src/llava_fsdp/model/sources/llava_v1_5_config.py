@@ -57,8 +57,7 @@ class Selection:
 
 def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
     """Read the settings of projector and vision features in a config.json of the original LLaVA (content `raw`), with
-    the original's defaults. Raises ModelError if the model is not supported, or the file does not say which layer of
-    the vision tower is selected."""
+    the original's defaults. Raises ModelError if the model is not supported, or names no layer of the vision tower."""
     check_supported(raw, folder)
     if "mm_vision_select_layer" not in raw:
         raise ModelError(f"{folder / 'config.json'} has no mm_vision_select_layer; add the layer it was trained with")
@@ -98,8 +97,7 @@ def check_supported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
-    """Check that a config.json of the original LLaVA (content `raw`) has the same projector and vision feature settings
-    as the configuration `cfg`.
+    """Check that the original LLaVA's config.json `raw` has the projector and vision feature settings of `cfg`.
 
     Raises:
         ConfigError: a value differs; the message has the key and both values.
@@ -182,8 +180,7 @@ def original_config(
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
     """Return the fields for a language model's rotary embeddings in the form of transformers 4, which the original
-    LLaVA uses. Raises ModelError if the Llama class of its version of transformers does not support the language
-    model."""
+    LLaVA uses. Raises ModelError if the Llama class of that version does not support the language model."""
     if language.model_type != "llama":
         raise ModelError(f"the original LLaVA has no language model with model_type={language.model_type}")
     plain = {"mlp_bias": False, "head_dim": language.hidden_size // language.num_attention_heads}
@@ -208,9 +205,8 @@ def known_tower(vision: PretrainedConfig) -> str | None:
 
 
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a generation_config.json without its sampling values (temperature, top_p, ...), if it has
-    no `do_sample`. transformers refuses to save sampling values without `do_sample`, and Vicuna's file has them
-    (LLaVA#1144)."""
+    """Return the content of a generation_config.json, without sampling values (temperature, ...) if it has no
+    `do_sample`: transformers refuses to save such values without it, and Vicuna's file has them (LLaVA#1144)."""
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

@@ -102,6 +102,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
     language.tie_word_embeddings = has_tied_weights(whole_model_of, config, folder)
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
     grids, most = grids_of(config, folder), max_tiles_of(config, folder)
+    # bare_logits: LLaVA's classes take the output layer's output as it is, also where a language model scales it
     return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most, bare_logits=True)
 
 
@@ -111,8 +112,7 @@ def is_llava(config: PretrainedConfig, folder: Path) -> bool:
 
     A vision tower that takes the sizes of images as an argument, such as Pixtral's (arXiv 2410.07073), takes images in
     their own sizes, and InternVL joins tiles in its own way. Such a model is trained as a `Llava` only if this package
-    has written the folder as an export of a `Llava`. The notes that it writes into a folder then have the size of the
-    vocabulary (key ROWS).
+    has exported a `Llava` into the folder, whose notes then have the size of the vocabulary (key ROWS).
     """
     if not isinstance(config, LLAVA):
         return False
@@ -123,8 +123,7 @@ def is_llava(config: PretrainedConfig, folder: Path) -> bool:
 
 
 def separate_parts(language: Path, vision: Path) -> Parts:
-    """Read the configurations of a language model and of a vision tower in two folders. Each may hold a larger
-    model."""
+    """Read the configurations of a language model and a vision tower in two folders; each may hold a larger model."""
     tower = vision_config(read_config(vision, "model.vision"))
     return parts_of(read_config(language, "model.language"), tower, language, vision)
 
@@ -148,9 +147,8 @@ def parts_of(
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if the user names a language model (`model.language`, which counts with `model=own`), but
-    `model.checkpoint` is a whole LLaVA model made from another one, as the notes in its folder say. The training stage
-    (`stage=`), and not the user, may have set the checkpoint, and the user's language model would silently not be
-    used."""
+    `model.checkpoint` is a whole LLaVA model made from another one, as the notes in its folder say. The stage
+    (`stage=`) may have set the checkpoint, and the user's language model would silently not be used."""
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
     if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
         raise ConfigError(
@@ -161,8 +159,8 @@ def check_named_language(cfg: ModelConfig, folder: Path) -> None:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """Return the folders and files from which a run reads weights, tokenizer and image preprocessor. `projector` is
-    what `find_projector` returned."""
+    """Return the folders and files from which a run reads weights, tokenizer and image preprocessor. `projector`: a
+    projector with a path of its own, or None."""
     paths = [parts.whole, parts.language_folder, parts.vision_folder, projector]
     if cfg.lora.checkpoint is not None:
         paths.append(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
@@ -181,9 +179,8 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """Return the parts of a LLaVA model in a folder of the original LLaVA, whose config.json has the content `raw`. A
-    folder that llava_fsdp wrote also contains the vision tower's configuration; otherwise `model.vision` names the
-    vision tower.
+    """Return the parts of a LLaVA model in a folder of the original LLaVA, whose config.json has the content `raw`. The
+    vision tower's configuration is also in it if llava_fsdp wrote it; otherwise `model.vision` names the tower.
 
     Raises:
         ConfigError: the configuration has other projector or vision feature settings than the folder.
@@ -235,8 +232,7 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 
 def check_internvl(config: Any, folder: Path, key: str) -> None:
-    """Raise ModelError if the projector of an InternVL model, or the features that the projector gets, are not
-    supported."""
+    """Raise ModelError if the projector of an InternVL model, or the features that it gets, are not supported."""
     if config.downsample_ratio not in (1 / 2, 1 / 4, 1 / 8):
         raise ModelError(f"{key}={folder} has downsample_ratio={config.downsample_ratio}; 0.5, 0.25, 0.125 are known")
     if config.vision_feature_layer == -1 and not config.vision_config.use_mean_pooling:
@@ -247,8 +243,7 @@ def check_internvl(config: Any, folder: Path, key: str) -> None:
 
 
 def projector_type_of(config: Any) -> str:
-    """Return the value of `model.projector_type` for the configuration of one of transformers' LLaVA or InternVL
-    models."""
+    """Return the value of `model.projector_type` for the configuration of transformers' LLaVA or InternVL models."""
     if not isinstance(config, InternVLConfig):
         return "mlp2x_gelu"
     return f"pixel_shuffle{round(1 / config.downsample_ratio)}x_mlp2x_gelu"
@@ -289,8 +284,7 @@ def max_tiles_of(config: Any, folder: Path) -> int | None:
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     """Check that the model in `folder`, whose own configuration is `config`, was trained with the `select_layer`,
     `select_feature`, `projector_type` and `patch_merge` of the run's configuration `cfg`. `select_feature=auto` agrees
-    with every model. A LLaVA-1.5 model may be trained further with any `patch_merge`: it then gets a random end-of-line
-    vector.
+    with every model. A LLaVA-1.5 model may be trained with any `patch_merge`, with a random end-of-line vector.
 
     Raises:
         ConfigError: a setting differs.
@@ -370,9 +364,8 @@ def resolve(name: str, key: str) -> Path:
 
 
 def find_folder(name: str, key: str) -> Path:
-    """Return the folder of the model that the setting `key` names with `name`: one that this package ships, a local
-    one, one made of a GGUF file, or a download from the hub. Raises ConfigError if it does not exist, and ModelError if
-    the hub or the GGUF file cannot be read."""
+    """Return the folder of the model `name`, the value of the setting `key`: in this package, local, made of a GGUF
+    file, or downloaded from the hub. Raises ConfigError if it does not exist, ModelError if it cannot be read."""
     if name.startswith(PACKAGE):
         folder = Path(__file__).parents[2] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():
@@ -425,8 +418,7 @@ def resolve_model(name: str, key: str) -> Path:
         key: the setting, such as model.checkpoint, for messages.
 
     Raises:
-        ModelError: the folder is an adapter, a checkpoint or a run without an export, or holds no model. The message
-            says how to get the whole model.
+        ModelError: it is an adapter, a checkpoint or a run without an export, or no model; the message says what to do.
         ConfigError: there is no such folder.
     """
     folder = Path(name)
@@ -470,8 +462,8 @@ def stages() -> list[str]:
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:
-    """Read the `config.json` of a model folder with transformers. Raises ModelError if the file is missing, or
-    transformers cannot read it."""
+    """Read the `config.json` of a model folder with transformers. Raises ModelError if the file is missing or
+    unreadable, or its weights are quantized."""
     if not (folder / "config.json").is_file() and is_run(folder):
         raise ModelError(
             f"{key}={folder} is the output folder of a run, which has a whole model and not a part of one; start from "
@@ -525,8 +517,7 @@ def find_projector(cfg: Config) -> Path | None:
     Raises:
         NoProjector: there is no projector yet, or `model.projector` does not exist.
         UnfinishedRun: the run that should have the projector has no export.
-        ConfigError: `model.checkpoint` has a projector already, or the projector that was found belongs to another
-            model.
+        ConfigError: `model.checkpoint` has a projector already, or the found projector belongs to another model.
         ModelError: `model.projector` has no weights.
     """
     given = cfg.model.projector

@@ -85,8 +85,7 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
     """Derive the section `model` of the configuration for the base model of a LoRA adapter.
 
     Args:
-        base: folder or hub name of a language model or a whole LLaVA model; None: the one that the adapter's files
-            name.
+        base: folder or hub name of a language model or a whole LLaVA model; None: the one in the adapter's files.
         vision: folder or hub name of the vision tower; needed if the one that the files name is not on this machine.
 
     Raises:
@@ -200,8 +199,7 @@ def said_types(adapter: AdapterFolder) -> dict[str, str]:
 
 
 def type_of_language(raw: dict[str, Any]) -> str:
-    """Return the type of the language model in a config.json, also of a whole model or the original LLaVA
-    (llava_llama); empty if it says none."""
+    """Return the type of the language model in a config.json, also of a whole model or the original LLaVA; else ""."""
     text = raw.get("text_config")
     kind = (text if isinstance(text, dict) else raw).get("model_type") or ""
     return str(kind).removeprefix("llava_") if is_original(raw) else str(kind)
@@ -221,9 +219,8 @@ def is_of_class(folder: Path) -> bool:
 
 def find_tower(raw: dict, folder: Path) -> str:
     """Return the folder or hub name of the vision tower that a config.json of the original LLaVA (content `raw`) names.
-    A relative name is also looked up next to the model's folder. If the folder contains the tower's configuration (in
-    the subfolder TOWER), the name need not exist. Raises ConfigError if the tower is not on this machine and its name
-    is not a hub name."""
+    A relative name is also looked up next to the model's folder. If the tower's configuration is in the subfolder
+    TOWER, the name need not exist. Raises ConfigError if the tower is not on this machine and its name no hub name."""
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

@@ -28,9 +28,9 @@ the folder is a run without an export, so they cannot import it."""
 
 
 def projector_cure(run: Path, find_parts: FindParts) -> str:
-    """Return how a training can begin with the projector that a run without an export has saved, as the end of a
-    message. The message begins with the text of `why_no_export`, which may name another way (run the command again).
-    The result is empty if there is no way but that one. `find_parts` finds the folders of a model."""
+    """Return the end of a message that begins with the text of `why_no_export`: how a training can begin with the
+    projector that a run without an export has saved. Empty if the only way is one that the beginning names (run the
+    command again). `find_parts` finds the folders of a model."""
     if not has_saved(run):
         return nothing_saved(run)
     try:
@@ -50,9 +50,9 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
 
 
 def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
-    """Return how the whole model that a run without an export has saved can be read, as the end of a message. The
-    message begins with the text of `why_no_export`, which may name another way (run the command again). The result is
-    empty if there is no way but that one.
+    """Return the end of an error message about a run without an export: with which command the whole model that it has
+    saved can be exported and then read. The message begins with the text of `why_no_export`, which may tell the user to
+    run the training again; the result is empty if there is no other way.
 
     Args:
         key: the setting that names the run, such as model.checkpoint.
@@ -60,17 +60,17 @@ def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
     """
     if not has_saved(run):
         return nothing_saved(run)
+    # the export is made from the run itself, into the folder `{run}_model`
     return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key, find_parts)}"
 
 
 def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindParts) -> str:
-    """Return the command that exports the whole model of a run, and the setting that reads it; or why there is no such
-    command, and how its adapters can be trained further.
+    """Return the command that exports the whole model of a run to the folder `to`, and the setting that reads it; or
+    why there is no such command, and how its adapters can be trained further.
 
     Args:
-        run: the output folder of the run.
+        run: the output folder.
         source: the run, or a checkpoint or the adapter in it.
-        to: the folder to write.
         key: the setting, such as model.checkpoint.
         find_parts: finds the folders of a model.
     """
@@ -78,6 +78,7 @@ def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindPar
         model, cfg = open_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"how to go on from what it has saved cannot be told: {error}"
+    # None: a whole model of transformers, which can always be exported
     refused = None if model is None else why_not_hf(model, cfg.data.trained_aspect)
     if model is None or refused is None or why_not_original(model) is None:
         form = "" if refused is None else " format=llava"  # the default is a model for transformers
@@ -114,6 +115,7 @@ def open_run(run: Path, find_parts: FindParts) -> tuple[Llava | None, Config]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing")
     try:
+        # YAML aliases that expand to huge values are refused; old names of keys and values become the present ones
         node = OmegaConf.create(present_tree(yaml.safe_load(refuse_yaml_bombs(path))))
         assert isinstance(node, DictConfig)
         cfg = load(Config, node)

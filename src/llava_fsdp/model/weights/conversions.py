@@ -137,14 +137,11 @@ def place_of(model: nn.Module, part: PretrainedConfig) -> str:
 
 def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, StoredTensor], folder: Path) -> LoadPlan:
     """Find where in files the values of each weight of a model are, as `from_pretrained` does, without reading values.
+    Raise ModelError if transformers cannot convert the files' tensors to those of the model.
 
     Args:
         build: builds one of transformers' models on the meta device.
-        tensors: the tensors in the files, by their names in the files.
-        folder: the folder of the files, for error messages.
-
-    Raises:
-        ModelError: transformers cannot convert the files' tensors to those of the model.
+        tensors: the tensors in the files, by their names there; `folder`, which has them, is for error messages.
     """
     plan = run_conversion(build(), tensors, folder)
     if not plan.sources and any(name.startswith("vision_model.") for name in tensors):
@@ -209,7 +206,7 @@ def is_tied(
         return False
     if not any(name.endswith(last_parts(names[0])) for name in tensors):  # no file has an output layer
         return True
-    sources = plan_with_all_rows(build, config, tensors, folder).sources
+    sources = plan_with_all_rows(build, config, tensors, folder).sources  # where each weight is in the files
     head, embeddings = (sources.get(name) for name in names)
     return head is None or embeddings is None or head is embeddings or has_same_values(head, embeddings)
 
@@ -300,10 +297,10 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
 
 
 def plan_save_again(plan: LoadPlan, read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
-    """Find, as `plan_save`, from which parameters each tensor in the files of a saved model is made, for a model that
-    was loaded from a folder as `plan` says. The tensors get the names that `save_pretrained` gives them after
-    `from_pretrained`, which are those in the folder's files wherever transformers can tell. `read` gets a parameter's
-    or a buffer's name in transformers' class, and the part to read."""
+    """Return the tensors that `save_pretrained` would write of a model loaded from a folder, by their names in the
+    files (those in the folder, wherever transformers can tell), lazily made of the model's parameters. `plan`: how the
+    model was loaded. `read` reads a part of a parameter or buffer, by its name in transformers' class."""
+    # a fresh model on the meta device, with the renamings that transformers noted when it loaded the folder
     model: Any = whole_model_of(plan.model.config)
     loaded: Any = plan.model
     model._weight_conversions = loaded._weight_conversions
@@ -319,8 +316,7 @@ def revert_conversion(
     model: Any, rename: Callable[[str], str], read: Callable[[str, Box], torch.Tensor]
 ) -> dict[str, LazyTensor]:
     """Return the tensors that `save_pretrained` writes of one of transformers' models on the meta device, by their
-    names in the files. `read` reads a part of a parameter; `rename` translates a name in this model to the one that
-    `read` gets."""
+    names in the files. `read` reads a part of a parameter; `rename` translates a name in this model for `read`."""
     names = names_saved(model)
     lazy_parameters: dict[str, Any] = {}
     for name, value in model.state_dict().items():

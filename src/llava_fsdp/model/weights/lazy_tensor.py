@@ -109,8 +109,7 @@ def unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor]:
 
 
 def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTensor]:
-    """Return the parts of a lazy tensor that `torch.split` returns: `sizes` is the size of each part, or a list with
-    the sizes of all parts."""
+    """Return the parts of a lazy tensor, like `torch.split`. `sizes`: the size of each part, or a list of all sizes."""
     dim %= x.ndim
     size = x.shape[dim]
     if isinstance(sizes, int):
@@ -204,8 +203,8 @@ def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
     each dimension.
 
     No other values are read if the shapes differ only in dimensions of size 1. If the shapes have equal leading
-    dimensions, the part is read in full in all later dimensions. Otherwise all rows of `x` that contain values of the
-    part are read.
+    dimensions, the part is read in full in all later dimensions. Otherwise all rows of `x` with values of the part are
+    read.
     """
     sizes = [last - first for first, last in box]
     if [size for size in shape if size != 1] == [size for size in x.shape if size != 1]:
@@ -228,8 +227,7 @@ def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
 
 
 def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a torch operation with meta tensors instead of its tensor arguments. Return its results, which have shapes
-    but no values."""
+    """Run a torch operation with meta tensors in place of its tensors. Return its results: shapes without values."""
 
     def to_meta(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
@@ -240,8 +238,8 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
     """Return the results of a torch operation on LazyTensors, as LazyTensors: whenever a part of a result is read, all
-    inputs are read and the whole operation is computed. Used for operations that compute new values. `shapes` are the
-    results on the meta device."""
+    inputs are read and the whole operation is computed. For operations that compute new values. `shapes`: the results
+    on the meta device."""
 
     def in_memory(value: Any) -> Any:
         return value.read(whole(value.shape)) if isinstance(value, LazyTensor) else value

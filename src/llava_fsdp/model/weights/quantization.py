@@ -58,8 +58,7 @@ class Packing:
 
     @property
     def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each buffer (such as scales) that is needed to dequantize a weight, by the buffer's
-        name."""
+        """Shape and dtype of each buffer (such as scales) that dequantizes a weight, by the buffer's name."""
         if self.quantizer is Quantizer.int8:
             return {"scales": ((self.out_features,), torch.float32)}
         blocks = math.ceil(self.numel / BLOCK)
@@ -147,8 +146,7 @@ class UnpackedProduct(torch.autograd.Function):
         packing: Packing,
         statistics: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Compute x W^T + b. `packed` has the bits of W, and `statistics` are the tensors with which it is
-        dequantized."""
+        """Compute x W^T + b. `packed` has the bits of W, and `statistics` the tensors that dequantize it."""
         ctx.packing = packing
         ctx.save_for_backward(packed, *statistics)
         return functional.linear(x, dequantize(packing, packed, statistics), bias)
@@ -224,8 +222,7 @@ def dequantize(packing: Packing, packed: torch.Tensor, statistics: Sequence[torc
 
 
 def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dtype: torch.dtype) -> None:
-    """Replace linear layers of a meta-device model by layers with quantized weights, in place. Parameters keep their
-    names.
+    """Replace linear layers of a meta-device model by quantized ones, in place. Parameters keep their names.
 
     Args:
         names: full paths of the layers. If a layer has a LoRA adapter, its base layer is replaced.

@@ -40,7 +40,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if isinstance(self.handle, dict):
+        if isinstance(self.handle, dict):  # the tensors of a file of torch.save; otherwise the file is a safetensors
             return tuple(self.handle[self.name].shape)
         return tuple(self.handle.get_slice(self.name).get_shape())
 

@@ -40,10 +40,9 @@ class Generation:
 
 
 def class_around(config: PretrainedConfig, model: nn.Module) -> Any:
-    """Return a model of transformers' class that shares the modules of another model, and can generate answers.
+    """Return a model of transformers' class (`config`) that shares another model's modules, and can generate answers.
 
     Args:
-        config: the whole configuration.
         model: holds the modules under the names of the class. Its output layer returns the logits as the class makes
             them, so that the class must not change them again.
     """
@@ -81,8 +80,7 @@ class Pushed(StoppingCriteria):
 
 @torch.no_grad()
 def generate(model: Any, prompts: torch.Tensor, images: Mapping[str, torch.Tensor], generation: Generation) -> None:
-    """Generate the tokens that follow prompts, and hand each to `generation.push` as soon as it is chosen. Nothing is
-    returned.
+    """Generate the tokens that follow prompts, and hand each to `generation.push` as soon as it is chosen.
 
     Args:
         model: the result of `class_around`, one of transformers' models.
@@ -90,8 +88,7 @@ def generate(model: Any, prompts: torch.Tensor, images: Mapping[str, torch.Tenso
         images: what the processor made of the prompts' images, with the types of tokens. The class numbers the
             positions of tokens itself.
         generation: the attention mask, the maximum number of tokens (`most`), and two functions: `choose` chooses
-            tokens by their scores; `push` gets the newest token of each row, and ends the generation if it returns
-            False.
+            tokens by their scores; `push` gets each row's newest token, and ends the generation by returning False.
     """
     known = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
     model.generate(

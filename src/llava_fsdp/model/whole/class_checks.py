@@ -46,8 +46,7 @@ class StandIn(nn.Module):
     def forward(
         self, *_: Any, inputs_embeds: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, **__: Any
     ) -> Outputs:
-        """Return the given hidden states, or else the embeddings, in place of a language model. Keep the positions that
-        it gets."""
+        """Return, in place of a language model, the given hidden states or else the embeddings. Keep `position_ids`."""
         self.seen = position_ids
         return Outputs((inputs_embeds if self.states is None else self.states,))
 
@@ -108,12 +107,8 @@ def replace_module(model: nn.Module, inner: nn.Module, stand_in: nn.Module) -> N
 
 def check_positions(divided: DividedClass) -> None:
     """Raise ModelError if the class of a model in transformers does not number the tokens of a text from 0. PaliGemma's
-    begins with 1. The positions are those that a stand-in for its language model gets.
-
-    Args:
-        divided: the model, divided into its output layer and the module that makes the hidden states; on the meta
-            device. Its language model is replaced.
-    """
+    begins with 1. The positions are those that a stand-in for its language model gets. Replaces the language model in
+    `divided` (output layer, and module that makes the hidden states; on meta)."""
     model, base = divided.whole, divided.module
     language = language_of(base)
     with torch.device("cpu"):

@@ -70,8 +70,8 @@ def is_inside(name: str, outer: tuple[str, ...]) -> bool:
 
 def find_structure(divided: DividedClass) -> Structure:
     """Find the names of the parts of a model: output layer, language model, vision towers with their lists of blocks,
-    and projectors. The model is on any device. Raises ModelError if it has no language model in it, or if its language
-    model has no list of blocks."""
+    and projectors. `divided`: the class, and in it the module that makes the hidden states (`module`, whose names begin
+    with `prefix`). Raises ModelError if it has no language model, or if that has no list of blocks."""
     base = divided.module
     language = language_of(base)
     names = {module: name for name, module in base.named_modules()}
@@ -119,14 +119,8 @@ class Named(nn.Module):
 
 
 def name_modules(whole: nn.Module, output: str, layer: nn.Module, into: nn.Module) -> None:
-    """Put the modules of a model of transformers into the module `into`, under their names in the model's class, with
-    `layer` in place of its output layer.
-
-    Args:
-        whole: the model.
-        output: name of its output layer, such as `lm_head` or `language_model.lm_head`.
-        layer: another output layer.
-    """
+    """Put the modules of transformers' model `whole` into the module `into`, under their names in the model's class,
+    with `layer` in place of the output layer `output` (a name such as `lm_head` or `language_model.lm_head`)."""
     # only the submodules on the path to the output layer are not taken as they are
     first, _, rest = output.partition(".")
     for name, child in whole.named_children():
@@ -151,8 +145,7 @@ def replace_modules(whole: nn.Module, named: nn.Module) -> None:
 
 
 def language_of(base: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model in a model without output layer. Raises ModelError if it has no language model in it,
-    or is one as a whole."""
+    """Return the language model in a model without output layer. Raises ModelError if it has none in it, or is one."""
     language = decoder_of(base)
     if language is base or not isinstance(language, PreTrainedModel) or language not in set(base.modules()):
         raise ModelError(f"a {type(base).__name__} has no language model in it that could be told from its other parts")
@@ -166,8 +159,7 @@ def decoder_of(base: PreTrainedModel) -> nn.Module:
 
 
 def other_inputs(language: nn.Module) -> list[str]:
-    """Return the names of the inputs that a language model takes and that of a Llama does not, such as features of
-    images that it adds between its blocks (DeepStack)."""
+    """Return a language model's inputs that a Llama lacks, such as image features between blocks (DeepStack)."""
     known = inspect.signature(transformers.LlamaModel.forward).parameters
     return [name for name in inspect.signature(language.forward).parameters if name not in known]
 
@@ -177,8 +169,7 @@ def lists_in(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def towers_of(base: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
-    """Yield the topmost models inside of a model that are built from one of its configurations for images, as
-    `vision_config`, with their names."""
+    """Yield (name, module) of the topmost models in a model that have one of its vision configurations."""
     configs = tuple({type(config) for name, config in inner_configs(base.config) if "vision" in name})
     found: list[str] = []
     for name, module in base.named_modules():
@@ -203,13 +194,9 @@ def blocks_of_tower(stacks: Mapping[str, nn.ModuleList], config: PretrainedConfi
 
 
 def behind_blocks(tower: nn.Module, blocks: str, width: int) -> list[str]:
-    """Return the names of a vision tower's modules that belong to the projector: those behind its blocks that have a
-    matrix whose outputs are as wide as the language model's embeddings, as `merger` of Qwen's models.
-
-    Args:
-        blocks: name of the list of blocks.
-        width: width of the language model's embeddings.
-    """
+    """Return the names of a vision tower's modules that belong to the projector: those behind its list of blocks (named
+    `blocks`) that have a matrix whose outputs are as wide as the language model's embeddings (`width`), as `merger` of
+    Qwen's models."""
     top = blocks.partition(".")[0]
     children: Mapping[str, nn.Module] = dict(tower.named_children())
     order = list(children)

@@ -85,12 +85,12 @@ class Whole(Architecture):
         """
         super().__init__()
         assert parts.class_config is not None
-        tried = base_of(whole_model_of(parts.class_config))
+        tried = base_of(whole_model_of(parts.class_config))  # the class, divided into its model and its output layer
         check_positions(tried)
         check_logits(tried, parts.logit_change)
         # the checks have replaced modules, so the class is built again
         made: Any = whole_model_of(parts.class_config)
-        multiply_patches(made)
+        multiply_patches(made)  # 3D convolutions over single patches become matrix products
         names = {name for name, _ in made.named_parameters(remove_duplicate=False)}
         self.cfg = cfg
         self.parts = parts
@@ -180,7 +180,7 @@ class Whole(Architecture):
         given |= {name: torch.zeros_like(input_ids) for name in self.types if name not in given}
         positions = given.pop("position_ids", None)
         if positions is None:
-            length = input_ids.shape[1]
+            length = input_ids.shape[1]  # `segments[0]`: positions that begin at 0 in every sample
             positions = torch.arange(length, device=input_ids.device)[None] if segments is None else segments[0]
         # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
         mask = torch.ones_like(input_ids, dtype=torch.bool)
@@ -227,8 +227,8 @@ class Whole(Architecture):
 
     @property
     def patches_per_token(self) -> int:
-        """How many outputs of a vision tower the projector joins side by side into the input of one token; 1 if its
-        first matrix does not tell."""
+        """How many outputs of a vision tower the projector joins side by side into the input of one token: the input
+        size of its first linear layer, divided by the tower's width. 1 if that is no integer."""
         projector, blocks = self.modules_of(Part.projector), self.all_blocks(Part.vision)[:1]
         inputs, widths = (
             [m.in_features for module in own for m in module.modules() if isinstance(m, nn.Linear)]
@@ -327,8 +327,7 @@ class Whole(Architecture):
         raise AssertionError("the model is not divided into stages")
 
     def why_not(self, ability: Ability) -> str | None:
-        """Return the reason why the model cannot do what a configuration key asks; None if it can. `ability` is the
-        key."""
+        """Return the reason why the model cannot do what a configuration key (`ability`) asks; None if it can."""
         assert self.parts.class_config is not None
         kind, others = self.parts.class_config.model_type, other_inputs(self.language)
         # `others`: inputs of the language model that a Llama does not have, such as features of images for later layers
@@ -380,7 +379,8 @@ def explained_dtypes(kind: str) -> Iterator[None]:
 
 def named_parts(model: Whole) -> Mapping[str, NamedPart]:
     """Return the parts of a model as users see them (title, and which learning rate they have), by the beginnings of
-    their parameters' names. Parts inside of other ones come first."""
+    their parameters' names: first parts inside of others, last the model's children, as what is in no other part
+    belongs to the projector."""
     own = model.structure
     found = {name: NamedPart("projector", Part.projector) for name in own.projectors}
     found |= {name: NamedPart("vision tower", Part.vision) for name in own.towers}
@@ -397,7 +397,6 @@ def build_whole(
 
     Args:
         parts: folders and configurations of the model.
-        cfg: the section `model` of the configuration.
         compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows; None: the model accepts only padded rows.
         label_loss: function that computes the sum of the losses of all labels of a micro-batch.

@@ -211,8 +211,7 @@ class GatheredKeys:
     of all positions of the row."""
 
     def __init__(self, attend: Attend, gather: Collective, size: int, row_chunks: RowChunks):
-        """`attend` is the kernel, `gather` an all-gather of the `size` ranks; `row_chunks` are this rank's chunks of
-        the row."""
+        """Take the kernel, an all-gather of the `size` ranks, and this rank's chunks of the row."""
         self.attend = attend
         self.gather = gather
         self.size = size
@@ -224,6 +223,7 @@ class GatheredKeys:
         """Compute attention of this rank's queries with the gathered keys and values of the row: query, key, value [1,
         heads, own positions, width] -> [1, own positions, heads, width]."""
         key, value = self.gathered(key), self.gathered(value)
+        # each chunk of the row that this rank has: number of queries, slice of their keys, sample boundaries of both
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []
         for own, part in zip(queries, self.row_chunks.each, strict=True):

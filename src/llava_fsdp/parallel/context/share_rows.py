@@ -15,11 +15,7 @@ from llava_fsdp.runtime.text.log import log
 
 def context_of(layout: RankLayout, rank: int, language: PretrainedConfig) -> ContextPlan | None:
     """Return how a rank shares the attention of its rows with other ranks; None: it processes whole rows. `language`:
-    configuration of the language model.
-
-    Raises:
-        ConfigError: `parallel.context_how=ulysses` is not possible.
-    """
+    configuration of the language model. Raise ConfigError if `parallel.context_how=ulysses` is not possible."""
     parallel, index = layout.parallel, layout.context_index(rank)
     if parallel.num_context == 1:
         return None
@@ -41,8 +37,7 @@ def check_rows(model: Architecture, parallel: ParallelConfig) -> None:
 
 
 def share_rows(model: Architecture, parallelism: Parallelism) -> None:
-    """Make the ranks that share rows compute the attention of the language model together, and log in which way. Do
-    nothing if rows are not shared."""
+    """Make the ranks that share rows, if any, compute the language model's attention together, and log in which way."""
     mesh = parallelism.meshes.context
     if mesh is None:
         return

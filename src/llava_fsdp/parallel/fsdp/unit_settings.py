@@ -27,8 +27,7 @@ def log_useless_settings(
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """Describe in words the settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults; empty
-    if none differs."""
+    """Describe the settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults, if any do."""
     parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
     parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
     return ", ".join(parts)

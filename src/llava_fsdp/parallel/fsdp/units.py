@@ -83,7 +83,7 @@ def shard(
     if together is not None:
         # this hook runs after FSDP's own forward pre-hook of the model, with which FSDP begins a forward pass
         model.register_forward_pre_hook(lambda *_: together())
-    sum_gradients(model)
+    sum_gradients(model)  # over ranks, not their mean: the loss is divided by the labels of the whole step
 
 
 def shard_norms(
@@ -125,14 +125,9 @@ def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module])
 
 
 def placement_over(mesh: DeviceMesh, moments: MomentDType) -> Callable[[nn.Parameter], Shard]:
-    """Return FSDP's `shard_placement_fn` for a mesh: parameter -> dimension along which it is sharded. That of a
-    trainable parameter also depends on `moments`: int8 moments have a scale for each block of values, and blocks must
-    not be divided.
-
-    Args:
-        mesh: the last dimension contains the ranks that shard.
-        moments: the dtype in which Adam's moments are stored.
-    """
+    """Return FSDP's `shard_placement_fn` for a mesh, whose last dimension contains the ranks that shard: parameter ->
+    dimension along which it is sharded. That of a trainable parameter also depends on `moments`, the dtype in which
+    Adam's moments are stored: int8 moments have a scale for each block of values, and blocks must not be divided."""
 
     def placement(parameter: nn.Parameter) -> Shard:
         own = moments if parameter.requires_grad else None
@@ -171,19 +166,14 @@ class GatheredFirst(nn.Module):
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
-    """Return the name of the FSDP unit of every block, by block name. A unit is named after its first block.
-
-    Args:
-        stacks: the model's lists of blocks.
-        blocks_per_unit: number of consecutive blocks that form a unit.
-    """
+    """Return the name of the FSDP unit of every block, by block name. A unit is named after its first block. `stacks`:
+    the model's lists of blocks. `blocks_per_unit`: number of consecutive blocks that form a unit."""
     names = block_names(model, stacks)
     units = [unit for stack in stacks for unit in grouped(list(stack), blocks_per_unit)]
     return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
-    """Return the name of each block (layer) of a model, without the prefixes that activation checkpointing adds.
-    `stacks` are the model's lists of blocks."""
+    """Return the name of each block in `stacks`, lists of layers, without activation checkpointing's prefix."""
     blocks = {block for stack in stacks for block in stack}
     return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

@@ -35,8 +35,7 @@ def weights_of(
     computed, by parameter name, in the order in which FSDP2 has the parameters of a unit.
 
     Args:
-        parts: the model's lists of blocks, its output layer and its experts, and modules that stay whole while they are
-            frozen.
+        parts: the model's lists of blocks, output layer and experts, and modules that stay whole while they are frozen.
         precision: the dtypes of weights, norms and moments.
         blocks_per_unit: number of consecutive blocks that form an FSDP unit.
         parallel: says how many ranks share the experts of a mixture, and compute each layer together; None: one.

@@ -58,6 +58,7 @@ def apply_activation_checkpointing(
     mode = cfg.mode
     host = HostInputs(device)  # one for all stacks, because the input that was offloaded last is fetched first
     contexts = partial(create_selective_checkpoint_contexts, keep_products_and_attention)
+    # a unit in a block sets one more profiler mark when the block runs again: `without_marks` hides marks from torch
     selective = partial(checkpoint_wrapper, context_fn=partial(without_marks, contexts) if has_units else contexts)
     wrappers: dict[ActivationCheckpointing, Callable[[nn.Module], nn.Module]] = {
         ActivationCheckpointing.full: checkpoint_wrapper,
@@ -83,8 +84,7 @@ def without_marks(
     contexts: Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return two contexts of selective activation checkpointing, for a block's forward pass and for its repetition in
-    the backward pass, that do not see the profiler's marks. `contexts` makes the two dispatch modes that record
-    operations.
+    the backward pass, that do not see the profiler's marks. `contexts`: makes the two modes that record operations.
 
     torch ends the run if an operation runs more often in the repetition. FSDP sets a profiler's mark around each of its
     hooks. For a unit within the block it sets one more in the repetition, where the unit is the root of FSDP

@@ -66,13 +66,8 @@ class OffloadedTensor:
     the host has finished, and made again for the backward pass."""
 
     def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: OffloadedTensor | None):
-        """Begin to copy a tensor to host memory.
-
-        Args:
-            owner: has the device and the stream for copies.
-            before: the tensor that was offloaded before this one, which the backward pass needs after this one; None
-                for the first.
-        """
+        """Begin to copy a tensor to host memory. `owner` has the device and the stream for copies. `before`: the tensor
+        that was offloaded before this one, and which the backward pass needs after it; None for the first."""
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
         self.on_device: torch.Tensor | None = tensor

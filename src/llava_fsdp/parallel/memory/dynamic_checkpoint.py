@@ -75,8 +75,8 @@ class DynamicBlock(ActivationWrapper):
     """Wrapper around a block that recomputes it in the backward pass or keeps its activations."""
 
     def __init__(self, block: nn.Module, device: torch.device):
-        """Wrap a block, which keeps or recomputes its activations. It begins with a limit of 0 elements, so that
-        activations are recomputed for every input."""
+        """Wrap a block. Its first limit, the largest input for which it keeps its activations, is 0 elements, so that
+        it recomputes them for every input."""
         super().__init__(block)
         self.device = device
         self.limit = Limit(0, 0)
@@ -88,10 +88,9 @@ class DynamicBlock(ActivationWrapper):
         """For each measured run: shape of the input, bytes kept, and a function that waits and returns the seconds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block. Keep the activations if the input is within `limit` (its number of elements, and the length of
-        its rows), else recompute them in the backward pass. If `measures` is set, the first run for a recomputation is
-        preceded by a measured one."""
-        if self.limit.size:
+        """Run the block. Keep the activations if the input is within `limit` (number of elements, length of rows), else
+        recompute them in the backward pass; with `measures`, first measure the block there."""
+        if self.limit.size:  # 0: this block never keeps its activations
             shape = input_of(args, kwargs).shape
             if shape.numel() <= self.limit.size and row_length(shape) <= self.limit.length:
                 return self._checkpoint_wrapped_module(*args, **kwargs)
@@ -110,9 +109,8 @@ class DynamicBlock(ActivationWrapper):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the block once more to measure the bytes that it would keep and its time, in the backward pass just
-        before it is recomputed; discard its result. So the measurement needs no more memory than the recomputation, and
-        FSDP has gathered the block's weights."""
+        """Run the block once more, just before its recomputation in the backward pass, to measure its time and the
+        bytes that it would keep. That needs no more memory than recomputing, and FSDP has gathered the weights."""
         block = self._checkpoint_wrapped_module
         excluded: dict[int, int] = {}
         for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers()):
@@ -134,9 +132,8 @@ class DynamicBlock(ActivationWrapper):
         self.runs.append((input_of(args, kwargs).shape, nbytes, read_seconds))
 
     def measured(self) -> Measured:
-        """Return the measurements of all runs, and forget them: the largest input and row length, the largest number of
-        bytes for each element of an input, and the shortest time for each element. All are 0 without a run. Waits for
-        the device."""
+        """Return the measurements of all runs, and forget them: the largest input and row length, and the most bytes
+        and the shortest time for each element of an input. All are 0 without a run. Waits for the device."""
         runs = [
             (shape.numel(), row_length(shape), nbytes, read_seconds())
             for shape, nbytes, read_seconds in self.runs
@@ -172,10 +169,8 @@ class DynamicCheckpointing:
     def after_step(self, skipped: bool) -> None:
         """Let the blocks measure in the steps FIRST to LAST, and then choose, equally on all ranks, which of them keep
         their activations. Once that is chosen, only warn of larger inputs. To be called after each step. Collective.
-
-        `skipped` says that the step did not update the weights. Such steps do not count, because optimizer states may
-        not exist yet, and they take memory.
-        """
+        `skipped`: whether the step did not update the weights. Such steps do not count, because the optimizer's states,
+        which take memory, may not exist yet."""
         if self.kept is not None:
             self.warn_of_larger()
             return
@@ -206,13 +201,14 @@ class DynamicCheckpointing:
             )
 
     def keep(self, kept: KeptBlocks) -> None:
-        """Make the chosen blocks keep their activations, and all others recompute them."""
+        """Make the chosen blocks keep the activations of inputs up to their limit, and all others recompute them."""
         self.kept = kept
         for number, block in enumerate(self.blocks):
             block.limit = kept.limits.get(number, Limit(0, 0))
 
     def state(self) -> dict[str, Any] | None:
-        """Return, for a checkpoint, which blocks keep their activations; None if that is not chosen yet."""
+        """Return, for a checkpoint, the largest input for which each block keeps its activations, as [block, elements,
+        row length] in `limits`; None if that is not chosen yet."""
         if self.kept is None:
             return None
         return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
@@ -220,7 +216,7 @@ class DynamicCheckpointing:
     def restore(self, state: dict[str, Any]) -> None:
         """Make the blocks that a checkpoint names keep their activations, and log it. Do nothing if the blocks were
         chosen on devices unlike those of all ranks: they are then measured and chosen again. `state` is a result of
-        `state()`. Collective."""
+        `state()`: for each block its number and the largest input (elements, row length) that it keeps. Collective."""
         if set(gathered(device_of(self.world))) != {state["device"]}:
             return
         self.keep(
@@ -235,8 +231,7 @@ class DynamicCheckpointing:
 def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
     """Choose the blocks that keep their activations. Return, by the block's number, the largest input for which it
     does: SIZE_MARGIN times the largest one that was measured. Chosen are those whose forward pass takes the longest for
-    their bytes, as many as fit into `room` bytes. Among equal blocks, later ones come first, because they keep their
-    activations for a shorter time."""
+    their bytes, as many as fit into `room` bytes; among equal blocks the later ones, which keep them for less time."""
     places = [number for number, block in enumerate(blocks) if block.size and block.nbytes]
     places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
     found = {}
@@ -259,7 +254,8 @@ def worst_of(of_ranks: Sequence[Measured]) -> Measured:
 
 
 def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: float) -> str:
-    """Describe how many blocks keep their activations, which could take `room` bytes, and what this saves."""
+    """Describe how many blocks keep their activations, which could take `room` bytes, and what this saves. `limits`:
+    {block: its largest input}. `size` is a number of input elements, `nbytes` and `seconds` are for each of them."""
     ran = [block for block in blocks if block.size]
     taken = sum(limit.size * blocks[number].nbytes for number, limit in limits.items())
     forward = sum(block.size * block.seconds for block in ran)

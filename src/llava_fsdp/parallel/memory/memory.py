@@ -105,8 +105,7 @@ class Weight:
         return sharded_dimension(own, self.own_shards(shards), self.moments)
 
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of elements of this parameter that a rank holds. FSDP splits dimension 0 like
-        `torch.chunk`, dimension 1 evenly.
+        """Return how many elements of this parameter a rank has. FSDP splits dimension 0 like torch.chunk, 1 evenly.
 
         Args:
             shards: number of ranks over which FSDP shards weights.
@@ -191,7 +190,8 @@ def bytes_per_rank(
     padded: bool = False,
     divided: bool = False,
 ) -> Bytes:
-    """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded.
+    """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded,
+    and of parameters and gradients between two micro-batches.
 
     After an optimizer step, before its gradients are freed, a rank holds for each trainable weight a shard in
     `precision.master_dtype`, a gradient of the same dtype and two moments in `precision.moment_dtype`. Frozen weights

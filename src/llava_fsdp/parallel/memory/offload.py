@@ -76,8 +76,7 @@ class Offload:
     """Places this rank's parameters, gradients and moments where the setting `offload` says."""
 
     def __init__(self, cfg: Config, device: torch.device):
-        """Read from the configuration what is offloaded from `device`, and where to. Memory is reserved later, by
-        `materialize` and `optimizer`."""
+        """Read from the configuration what is offloaded from `device`, and where to. Memory is reserved later."""
         self.mode = cfg.offload.mode
         self.device = device
         self.pin = device.type == "cuda"
@@ -99,7 +98,6 @@ class Offload:
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
-            """Return the tensor that takes the place of a tensor on the meta device."""
             if tensor.device.type != "meta":
                 return tensor
             if id(tensor) not in made:  # a tied parameter is visited once for each of its names
@@ -108,7 +106,7 @@ class Offload:
 
         model._apply(allocate)
         if self.mode is OffloadMode.nvme:
-            self.take_gradients(model)
+            self.take_gradients(model)  # reserves space for them in a file, too
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
         """Allocate this rank's padded shard of every parameter of a model on the meta device, after `fully_shard`, in
@@ -144,12 +142,13 @@ class Offload:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Wrap an optimizer so that its moments are offloaded, if the setting is `optimizer` or `nvme`."""
+        """Wrap an optimizer to keep its moments in host memory (setting `optimizer`) or a mapped file (`nvme`)."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: DeviceStaging(made, self.device)
             )
         if self.mode is OffloadMode.nvme:
+            # mapped files of parameters and gradients; an update reads ahead in them as in that of the moments
             others = [arena for arena in (self.shards, self.gradients) if arena is not None]
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, self.folder), lambda made: FileStaging(made, others)
@@ -246,11 +245,8 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
 
 
 def offload_folder(cfg: Config) -> Path:
-    """Return the folder for the files of `offload=nvme`.
-
-    Raises:
-        ConfigError: `offload.folder` does not exist. It is not created, since it may be on a disk that is not mounted.
-    """
+    """Return the folder for the files of `offload=nvme`. Raise ConfigError if `offload.folder` does not exist: it is
+    not created, since it may be on a disk that is not mounted."""
     if cfg.offload.folder is not None and not Path(cfg.offload.folder).is_dir():
         raise ConfigError(f"offload.folder={cfg.offload.folder} is not a folder; make one, on a local disk, or name it")
     return Path(cfg.offload.folder or cfg.output_dir)

@@ -67,7 +67,8 @@ class DeviceStaging:
         self.staged[number] = states
 
     def put_back(self, number: int) -> None:
-        """Begin to copy a bucket's updated moments from its device buffer to host memory."""
+        """Begin to copy the updated moments of bucket `number` from its device buffer to host memory: on a GPU in a
+        stream of its own, after the kernels that were launched before. A bucket has pieces of parameters."""
         with self.streams.storing(number) if self.streams is not None else nullcontext():
             for piece, state in zip(self.optimizer.buckets[number], self.staged.pop(number), strict=True):
                 for name, home in self.optimizer.moments(piece).items():
@@ -83,8 +84,7 @@ class CopyStreams:
     """Streams for copies to device buffers and back, and the events that order them with the current stream."""
 
     def __init__(self, device: torch.device):
-        """Create for each direction a stream and, for each of the two device buffers, an event that its copies
-        record."""
+        """Create for each direction a stream and, for each of the two device buffers, an event of its copies."""
         self.device = device
         self.inward = torch.cuda.Stream(device)
         self.outward = torch.cuda.Stream(device)
@@ -97,8 +97,8 @@ class CopyStreams:
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Context manager that runs copies of a bucket to the device, once the bucket that used the same buffer before
-        is on the host again."""
+        """Context manager for the copies of bucket `number` (from 0; buckets use two buffers in turn) to the device.
+        They wait until the bucket before it in the same buffer is on the host again."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -111,7 +111,8 @@ class CopyStreams:
 
     @contextmanager
     def storing(self, number: int) -> Iterator[None]:
-        """Context manager that runs copies of a bucket to the host after its update."""
+        """Context manager that runs copies of bucket `number` to the host after its update. Buckets use two device
+        buffers in turn (`number % 2`)."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.outward):
             yield
@@ -137,8 +138,7 @@ class FileStaging:
         self.ahead = self.thread.submit(self.each, 0, Arena.fetch)
 
     def fetch(self, number: int) -> list[State]:
-        """Return the moments of each piece of a bucket, once they are read, and begin to read the next bucket from
-        disk."""
+        """Return the moments of each piece of a bucket, once read, and begin to read the next bucket from disk."""
         assert self.ahead is not None
         self.ahead.result()
         self.ahead = self.thread.submit(self.each, number + 1, Arena.fetch)

@@ -99,8 +99,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         make_staging: Callable[["StreamedOptimizer"], Staging],
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        """Allocate all moments, as zeros, and divide them into buckets of at most `bucket_bytes` bytes, which are
-        updated one at a time.
+        """Allocate all moments, as zeros, in buckets of at most `bucket_bytes` bytes, which are updated one at a time.
 
         Args:
             inner: the optimizer that updates a bucket; it has no state yet.
@@ -130,7 +129,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters, a bucket at a time. `closure`, an argument of all torch optimizers, must be None."""
+        """Update all parameters, a bucket at a time: `staging` brings the bucket's moments, and stores them again.
+        `closure`, an argument of all torch optimizers, must be None."""
         assert closure is None
         self.staging.begin()
         for number, bucket in enumerate(self.buckets):
@@ -170,8 +170,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out what an optimizer keeps for parameters of the dtype and device of `example`, by a step on a parameter of
-    two zeros.
+    """Find out what an optimizer keeps for parameters of the dtype and device of `example`, by a step on two zeros.
 
     Raises:
         ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.

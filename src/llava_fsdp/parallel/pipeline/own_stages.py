@@ -32,8 +32,7 @@ class OwnStages:
     """The stages of a model that this rank has."""
 
     def __init__(self, model: Architecture, plan: StagePlan, place: Place):
-        """Keep how a whole model, which is on the meta device, is divided into stages. The stages themselves are made
-        by `of`.
+        """Keep how a whole model, on the meta device, is divided into stages. `of` makes the stages themselves.
 
         Args:
             model: the whole model. The names of its language model's children are read.

@@ -31,13 +31,8 @@ class ForwardWork(Protocol):
     """What the stages of a rank compute in a forward pass."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run a stage on a micro-batch, and return its output: hidden states or, from the last stage, the loss.
-
-        Args:
-            stage: the stage's part of the model.
-            number: number of the micro-batch.
-            hidden: output of the stage before; None for the first stage.
-        """
+        """Run a stage (`stage`: its part of the model) on micro-batch `number`, and return its output: hidden states
+        or, from the last stage, the loss. `hidden`: output of the stage before; None for the first stage."""
         ...
 
 
@@ -78,13 +73,8 @@ class PackedStage(PipelineStage):
         hidden: _utils._TensorMeta,
         group: dist.ProcessGroup,
     ):
-        """Create stage `number`.
-
-        Args:
-            root: the stage's part of the model, a root of FSDP.
-            hidden: dtype of hidden states, and a shape of which only the last dimension counts.
-            group: the ranks that process the same rows.
-        """
+        """Create stage `number` from `root`, its part of the model and a root of FSDP. `hidden`: dtype of hidden
+        states, and a shape of which only the last dimension counts. `group`: the ranks that process the same rows."""
         # torch gets an empty module: it would gather all weights of an FSDP module before the first forward pass
         super().__init__(nn.Identity(), number, parallelism.place.stages, parallelism.device, group=group)
         self.root = root
@@ -298,30 +288,27 @@ class Pipeline:
 
     def forward(self, shape: tuple[int, int], work: ForwardWork) -> torch.Tensor | None:
         """Run the forward pass of one micro-batch of shape [rows, length], without a backward pass; `work` computes the
-        stages. Return the output of the last stage; None on ranks that do not have it. Collective: all ranks must call
-        it."""
+        stages. Return the output of the last stage; None on ranks without it. Collective: all ranks must call it."""
         output = None
         for stage in self.stages:
             hidden = None
             if not stage.is_first:
                 hidden = torch.empty((*shape, self.width), dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=self.group, group_src=(stage.stage_index - 1) % self.place.size)
-            output = stage.checked(work.forward(stage.root, 0, hidden))
+            output = stage.checked(work.forward(stage.root, 0, hidden))  # 0: number of the only micro-batch
             if not stage.is_last:
                 dist.send(output.contiguous(), group=self.group, group_dst=(stage.stage_index + 1) % self.place.size)
         return output if self.has_last else None
 
     def from_last(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """Broadcast a float32 tensor of a shape that all ranks know, from the ranks with the last stage to those with
-        the others, and return it. `value` is None on ranks that do not have the last stage. Collective: all ranks must
-        call it."""
+        the others, and return it. `value` is None on ranks that do not have the last stage. Collective."""
         value = value if value is not None else torch.empty(tuple(shape), device=self.device)
         dist.broadcast(value, group=self.group, group_src=self.place.size - 1)
         return value
 
     def gather_in_stage(self, items: list[Any]) -> list[Any]:
-        """Return the lists of the ranks with the same stages, concatenated in the order of ranks. Collective: all of
-        these ranks must call it."""
+        """Return the lists of all ranks with this rank's stages, joined in rank order. Collective among these ranks."""
         values: list[Any] = [None] * self.equal_ranks[1]  # one for each of these ranks
         dist.all_gather_object(values, items, group=self.stage_group)
         return [item for of_rank in values for item in of_rank]

@@ -207,7 +207,7 @@ def stage_of(model: Architecture, children: Children, blocks: range, is_first: b
         is_first: whether the stage has the vision tower, the projector and the embeddings.
         is_last: whether the stage has the final norm and the output layer.
     """
-    stage = twin_of(model)
+    stage = twin_of(model)  # shares all modules and parameters, in lists of its own
     stage.is_first, stage.is_last = is_first, is_last
     stage.replace_language(twin_of(model.language))
     setattr(stage.language, children.blocks, nn.ModuleList(find_blocks(model.language)))
@@ -231,7 +231,7 @@ def remove_others(model: Architecture, children: Children, blocks: set[int], has
     assert isinstance(stack, nn.ModuleList)
     for number, block in enumerate(stack):
         if number not in blocks and not isinstance(block, Passed):
-            stack[number] = Passed(block)
+            stack[number] = Passed(block)  # returns its first argument
     if not has_first:
         language._modules[children.embeddings] = None
         model.remove_inputs()
@@ -246,7 +246,7 @@ def chains_of_blocks(model: Architecture) -> list[list[nn.Module]]:
     model. A rank has several such lists if it has several stages."""
     chains: list[list[nn.Module]] = [[]]
     for block in find_blocks(model.language):
-        if isinstance(block, Passed):
+        if isinstance(block, Passed):  # stands for a block that another stage runs
             chains.append([])
         else:
             chains[-1].append(block)

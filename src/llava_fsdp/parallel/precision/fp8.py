@@ -50,10 +50,7 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     `sharded`: whether FSDP is used.
 
     Only layers whose sizes are multiples of 16 are replaced. Frozen layers are replaced only if all layers are frozen.
-
-    Raises:
-        ConfigError: no layer can be replaced.
-    """
+    Raises ConfigError if no layer can be replaced."""
     from torchao.float8 import convert_to_float8_training
 
     fitting = [module for module in blocks.modules() if has_fp8_sizes(module)]

@@ -114,11 +114,7 @@ class Int8Linear(nn.Linear):
 def multiply_in_int8(blocks: nn.ModuleList, padded_to: int) -> None:
     """Replace the linear layers of blocks on the meta device by int8 layers, in place. Parameters keep their names.
     Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced. Inputs are padded to a
-    multiple of `padded_to` tokens (`PADDED_TO`), which changes no result.
-
-    Raises:
-        ConfigError: no layer can be replaced.
-    """
+    multiple of `padded_to` tokens (`PADDED_TO`), which changes no result. Raises ConfigError if none is replaced."""
     layers = [module for module in blocks.modules() if takes_fp8(module)]
     if not layers:
         raise ConfigError(

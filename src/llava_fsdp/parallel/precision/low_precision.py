@@ -9,16 +9,9 @@ from llava_fsdp.parallel.precision.int8_mixed import PADDED_TO, multiply_in_int8
 
 
 def multiply_in(kind: LinearKind, blocks: nn.ModuleList, sharded: bool, device: torch.device) -> None:
-    """Replace linear layers of blocks on the meta device, in place, by layers that multiply as `precision.linear`
-    (`kind`) says: in fp8 or int8. With `same` nothing is replaced.
-
-    Args:
-        sharded: whether FSDP is used.
-        device: the device on which the blocks will run.
-
-    Raises:
-        ConfigError: no layer can be replaced.
-    """
+    """Replace linear layers of blocks on the meta device, in place, by layers that multiply in fp8 or int8, as `kind`
+    (`precision.linear`) says; `same` replaces none. They will run on `device`, and under FSDP if `sharded`. Raises
+    ConfigError if no layer can be replaced."""
     if kind is LinearKind.fp8:
         multiply_in_fp8(blocks, sharded)
     elif kind is LinearKind.int8_mixed:

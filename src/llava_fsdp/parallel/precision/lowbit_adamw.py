@@ -158,8 +158,7 @@ class StoredMoment:
     """This rank's rows of one of AdamW's moments as it is stored: fp32, bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str, conversions: Conversions):
-        """Take the moment `name` from a parameter's optimizer state. `conversions`: functions from int8 codes to fp32
-        and back."""
+        """Take moment `name` from a parameter's optimizer state. `conversions`: from int8 codes to fp32, and back."""
         self.from_codes, self.into_codes = conversions
         self.values = as_rows(state[name])
         self.scales = local(state[name + SCALE]) if name + SCALE in state else None
@@ -168,15 +167,13 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Return rows of the moment in fp32. If it is stored in fp32 they are a view, whose update changes what is
-        stored."""
+        """Return rows of the moment in fp32; if stored in fp32, as a view, whose update changes what is stored."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return self.from_codes(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
-        """Store fp32 values as `rows` of the moment. They may be overwritten. Stochastic rounding to bf16 draws from
-        `generator`."""
+        """Store fp32 values, which may be overwritten, as `rows`. `generator`: for stochastic rounding to bf16."""
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
         else:
@@ -203,8 +200,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
     """Return the 256 values that the codes 0 to 255 of an int8 moment stand for, in ascending order.
 
     The values lie in seven decades up to 1, each of which has twice as many values as the decade below it. Within a
-    decade the values are the midpoints of equal intervals. With `signed`, the negatives of these values are included.
-    The values 0 and 1 are added.
+    decade the values are the midpoints of equal intervals. 0 and 1 are added and, with `signed`, all negatives but -1.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -227,8 +223,7 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def requantise(value: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> None:
-    """Quantize fp32 values in blocks, each with a scale, and overwrite `codes` and `scales` with the result. `map_` has
-    the value that each code stands for (`dynamic_map`)."""
+    """Quantize fp32 values in blocks, into `codes` and a scale per block. `map_`: each code's value (`dynamic_map`)."""
     new_codes, new_scales = quantise(value, map_)
     codes.copy_(new_codes)
     scales.copy_(new_scales)

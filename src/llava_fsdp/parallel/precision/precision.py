@@ -33,11 +33,9 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """Return the model's normalization layers if they are kept in fp32, that is if `precision.norm_dtype` differs from
-    the compute dtype; else an empty list.
+    """Return the model's normalization layers if `precision.norm_dtype` keeps them in fp32, else an empty list.
 
-    The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128. Smaller updates would have no
-    effect on a forward pass in bf16.
+    The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128: bf16 would lose smaller updates.
     """
     if cfg.norm_dtype is cfg.param_dtype:
         return []
@@ -57,8 +55,7 @@ def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[RemovableHandle]:
-    """Make the norms that are kept in fp32 cast their input to fp32 and their output back to the compute dtype. Return
-    the hooks that do it."""
+    """Make norms kept in fp32 cast their input to fp32 and their output to the compute dtype. Return the hooks."""
     hooks = []
     for norm in norms_kept_in_fp32(model, cfg):
         hooks.append(norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:])))

@@ -37,9 +37,8 @@ class Traffic:
         self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
 
     def add(self, kind: str, payload: int, ranks: int) -> None:
-        """Count one collective of a kind, such as `all_gather`, between so many ranks. `payload` is the bytes of the
-        whole tensor. A rank sends (ranks - 1) / ranks of them in a ring algorithm, and twice that for an all-reduce;
-        `send` sends all of them, `receive` none."""
+        """Count one collective of a kind, such as `all_gather`. `payload`: bytes of the whole tensor. A rank sends
+        (ranks - 1) / ranks of them (ring), twice that for an all-reduce, all for `send`, none for `receive`."""
         if ranks < 2:
             return
         passes = {"all_reduce": 2, "receive": 0}.get(kind, 1)
@@ -64,8 +63,7 @@ class CollectiveBytes(TorchDispatchMode):
         return self.traffic.moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation; if it is a collective, add its bytes. Fails on collectives that are not in the table
-        COLLECTIVES."""
+        """Run an operation; if it is a collective, add its bytes. Fails on collectives that COLLECTIVES lacks."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor's operations come here again with plain tensors
         result = func(*args, **(kwargs or {}))

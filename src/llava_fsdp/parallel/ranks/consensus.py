@@ -27,11 +27,8 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on rank 0 only, and return its result on every rank. Collective. `failing` begins the message of
-    an error that is not one of this package: such an error becomes a CheckpointError.
-
-    Raises:
-        LlavaFsdpError: rank 0's error.
+    """Run a function on rank 0 only, and return its result, or raise its LlavaFsdpError, on every rank. Collective.
+    `failing` begins the message of an error that is not one of this package: such an error becomes a CheckpointError.
     """
     outcome: list[Any] = [None, None]
     cause: Exception | None = None
@@ -80,8 +77,7 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return the values of all ranks, which can be pickled, in rank order on rank 0; an empty list on the other ranks.
-    Collective."""
+    """Return on rank 0 the (picklable) values of all ranks in rank order, on other ranks an empty list. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

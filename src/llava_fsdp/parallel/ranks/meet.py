@@ -178,11 +178,10 @@ def conclude(store: dist.Store, verdict: str) -> None:
 
 
 def await_readers(store: dist.Store) -> None:
-    """Wait until all ranks that have come have read why they give up; at most READERS_SECONDS seconds. Rank 0 waits so
-    before it ends, because the store runs in its process: ranks that find no store could not say why the run has
-    failed."""
+    """Wait until all ranks that have reached the store have read from it why the run fails; at most READERS_SECONDS
+    seconds. Rank 0, whose process holds the store, does this before it ends, or the others could not say why."""
     until = time.monotonic() + READERS_SECONDS
-    # adding 0 reads a counter: `told` counts the ranks that have read the verdict, `come` those that have come
+    # adding 0 reads a counter: `told` counts the ranks that have read it, `come` those that have reached the store
     while store.add("told", 0) < store.add("come", 0) and time.monotonic() < until:
         time.sleep(POLL_SECONDS / 4)
 

@@ -82,8 +82,8 @@ def distributed(cfg: Config) -> Iterator[World]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
-        extend_segments()
-        record_collectives()
+        extend_segments()  # torch's allocator then fragments less
+        record_collectives()  # for reports of where collectives hang
         torch.cuda.set_device(world.device)
     elif cfg.dry_run is None:
         keep_freed_memory()
@@ -184,7 +184,7 @@ def rank_identities() -> list[tuple[int, str, int]]:
 
 def check_own_gpus(store: dist.Store, world: World) -> None:
     """Check that no two ranks have the same GPU, where each rank sees a single one. NCCL fails later in that case, on
-    some ranks alone. Collective: all ranks must call it.
+    some ranks alone. Collective.
 
     Args:
         store: the store in which the ranks meet.
@@ -253,7 +253,6 @@ def unconnected(store: dist.Store, world: World, error: Exception) -> Communicat
     Args:
         store: the store in which they have met.
         world: this rank's number, and the number of ranks.
-        error: torch's error.
     """
     try:
         ended = ended_ranks(store, world.size)
@@ -271,8 +270,7 @@ def unconnected(store: dist.Store, world: World, error: Exception) -> Communicat
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
     """Context manager in which code runs on rank 0 first, and then on all other ranks, so that they can reuse files
-    that rank 0 has written. `world` has this rank's number and the number of ranks. Collective: all ranks must enter
-    it."""
+    that rank 0 has written. Collective. `world`: this rank's number and the number of ranks."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield

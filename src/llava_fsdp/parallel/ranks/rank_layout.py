@@ -78,12 +78,8 @@ class RankLayout:
     def row_group(self, rank: int) -> Share:
         """Return the number of a rank's group among the groups that process different rows, and the number of these
         groups. The ranks of a group process the same rows: `parallel.context` times `parallel.tensor` consecutive ranks
-        with the same stages of the model, and the ranks at the same places among those with other stages.
-
-        Raises:
-            ConfigError: `parallel.context`, `parallel.tensor` or `parallel.pipeline` does not divide the number of
-                ranks.
-        """
+        with the same stages of the model, and the ranks at the same places among those with other stages. Raise
+        ConfigError if one of these keys, or `parallel.pipeline`, does not divide the number of ranks."""
         self.parallel.check_divides(self.size)
         return Share(rank // self.parallel.ranks_per_row % self.num_row_groups, self.num_row_groups)
 
@@ -113,13 +109,8 @@ class RankLayout:
         return place_of_group(self.parallel, rank // self.ranks_per_stage)
 
     def shard_size(self, configured: int | None, local_size: int) -> int:
-        """Return over how many ranks hybrid strategies shard: by default, over the ranks of one machine that have the
-        same part of each layer.
-
-        Args:
-            configured: `sharding.shard_size`.
-            local_size: number of ranks of a machine.
-        """
+        """Return over how many ranks hybrid strategies shard: `configured` (`sharding.shard_size`) or, if that is None,
+        those of the `local_size` ranks of a machine that have the same part of each layer."""
         return configured or max(1, min(local_size, self.ranks_per_stage) // self.parallel.tensor)
 
     def num_groups(self, shape: tuple[int, int]) -> int:
@@ -166,16 +157,9 @@ def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[in
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
-    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy.
-
-    Args:
-        plan: the FSDP2 settings of the strategy.
-        world_size: number of ranks.
-        shard_size: number of ranks over which hybrid strategies shard; other strategies ignore it.
-
-    Raises:
-        ConfigError: a hybrid strategy's `shard_size` does not divide the number of ranks.
-    """
+    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy, whose FSDP2 settings are `plan`.
+    `shard_size`: number of ranks over which hybrid strategies shard; other strategies ignore it. Raise ConfigError if a
+    hybrid strategy's `shard_size` does not divide the number of ranks (`world_size`)."""
     if plan.mesh is Mesh.REPLICATE:
         return world_size, 1
     if plan.mesh is Mesh.SHARD:

@@ -120,8 +120,7 @@ def checksums_of_rank(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str], ranks: int | None = None
 ) -> list[RankChecksums]:
     """Compute the checksums of this rank's copies of what must be equal on several ranks. Return one object for each
-    way in which tensors are distributed over ranks, since each has replicas of its own. The first one also has what is
-    the same on all ranks.
+    way in which tensors are distributed, each with its own replicas; the first also has what is equal on all ranks.
 
     Args:
         tensors: tensors by name, in the same order on every rank; those without a copy on another rank are left out.
@@ -145,11 +144,11 @@ def checksums_of_rank(
 def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
     """Compare checksums between ranks, and return the same list on every rank. Collective.
 
-    Each rank first sends three numbers: its shard number and two totals of its checksums. Only if totals that must be
-    equal differ, each rank sends the checksum of every tensor. `gather`: takes this rank's list, and returns the lists
-    of all ranks, concatenated in rank order."""
+    Each rank first sends its shard number and a checksum of all its rows of sharded tensors, and one of all that must
+    be equal on every rank. Only if these differ, each rank sends the checksum of every tensor. `gather`: takes this
+    rank's list, and returns the lists of all ranks, concatenated in rank order."""
     totals = gather([own.totals])
-    # nothing differs if all ranks of a shard number have the same first total, and all ranks the same second one
+    # ranks with the same shard number hold the same rows of sharded tensors
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
         if len({total for *_, total in totals}) == 1:
             return []
@@ -159,7 +158,7 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
 def compare(found: list[RankChecksums]) -> list[Difference]:
     """Return the tensors and values that differ between ranks, given the checksums of each rank in rank order. What
     the majority of the ranks has is taken as right; without a majority, all ranks are named (`outvoted`)."""
-    replicas: dict[int, list[int]] = {}
+    replicas: dict[int, list[int]] = {}  # shard number -> ranks that hold the same rows of sharded tensors (`of_mesh`)
     for rank, held in enumerate(found):
         replicas.setdefault(held.shard, []).append(rank)
     differing = [
@@ -168,7 +167,7 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
         for name in found[ranks[0]].of_mesh
         if (difference := outvoted(name, {rank: found[rank].of_mesh.get(name) for rank in ranks}))
     ]
-    everywhere = {name for held in found for name in held.everywhere}
+    everywhere = {name for held in found for name in held.everywhere}  # what must be the same on all ranks
     for name in sorted(everywhere):
         if difference := outvoted(name, {rank: held.everywhere.get(name) for rank, held in enumerate(found)}):
             differing.append(difference)
@@ -177,8 +176,7 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
     """Return the ranks whose checksum differs from that of the majority, or all ranks if there is no majority; None if
-    all checksums are equal. `values`: rank -> checksum of the tensor on this rank; None if the rank does not have the
-    tensor."""
+    all checksums are equal. `values`: rank -> checksum of its tensor; None if it has none."""
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
         return None

@@ -29,11 +29,7 @@ def read_world() -> World:
     """Read this rank's number, the number of ranks and this rank's device from torchrun's environment variables.
 
     A launcher may show each rank a single GPU, its own, which is then device 0 of every rank. `join` checks that these
-    are different GPUs.
-
-    Raises:
-        ConfigError: torchrun has started more ranks on this machine than the machine has GPUs.
-    """
+    are different GPUs. Raises ConfigError if torchrun has started more ranks on this machine than it has GPUs."""
     env = os.environ
     rank, size = env_rank(), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -60,12 +56,9 @@ def world_of_group() -> World:
 
 
 def simulated_world(size: int, world: World) -> World:
-    """Return the `World` (rank, number of ranks, device) of a process that simulates rank 0 of `size` ranks on one
-    node. `world`: the real ranks that torchrun has started.
-
-    Raises:
-        ConfigError: torchrun has started several processes, but a simulation runs in one.
-    """
+    """Return the `World` (rank, number of ranks, both again within the node, device) of a process that simulates rank 0
+    of `size` ranks on one node. `world`: the real ranks. Raise ConfigError if torchrun has started several of them, as
+    a simulation runs in one process."""
     if world.size > 1:
         raise ConfigError(
             f"dry_run={size} simulates rank 0 of {size} ranks in one process, but torchrun started {world.size}; "

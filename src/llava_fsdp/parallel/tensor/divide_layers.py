@@ -36,4 +36,5 @@ def divide_layers(model: Architecture, plan: Mapping[str, Cut], parallelism: Par
     part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
     model.set_label_loss(partial(chunked_loss, chunk_tokens=chunk_tokens, part=part))
     divide_dropout(model, cuts, mesh.size(), mesh.get_local_rank())
+    # `chains_of_blocks`: this rank's blocks, in lists of those that follow one another in the whole model
     cut_model(model, cuts, mesh, chains_of_blocks(model))

@@ -56,13 +56,13 @@ def cut_model(
         for other in others:
             parent, _, leaf = other.rpartition(".")
             model.get_submodule(parent).register_parameter(leaf, model.get_parameter(first))
+    # `siblings_of`: the linear layers with the same input, such as query, key and value
     divide_positions(Positions(mesh), chains, siblings_of(model, plan))
 
 
 def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, list[nn.Module]]:
-    """Return {module: those of its linear layers that are divided by outputs}, such as the query, key and value layers
-    of attention. Layers of adapters are left out: each of them sums the gradient of its input over the ranks by
-    itself."""
+    """Return {module: those of its linear layers that are divided by outputs}, such as attention's query, key and value
+    layers. Adapters' layers are left out: each sums the gradient of its input over the ranks by itself."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, cut in plan.items():
         if cut in BY_OUTPUTS and "lora_" not in name:
@@ -113,8 +113,7 @@ class Positions:
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the hidden states of all positions, [rows, own positions, channels] -> [rows, positions, channels],
         and return them twice. The first tensor is for code that every rank runs alike: its gradient is taken as equal
-        on all ranks. The second is for layers that are divided by outputs: each rank's gradient is a part, and the
-        parts are summed."""
+        on all ranks. The second is for layers divided by outputs: the gradients of the ranks are summed."""
         # `self.length`: number of positions of all ranks, of the rows that the current block processes
         shape = torch.Size((own.shape[0], self.length, own.shape[2]))
         stride = torch.empty(shape, device="meta").stride()
@@ -194,18 +193,17 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
 
 
 def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace parameters of a module by DTensors. `placements`: name of the parameter -> how it is placed on the
-    mesh."""
+    """Replace parameters of a module by DTensors. `placements`: {parameter's name: its placement on the mesh}."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
+        # src_data_rank=None: nothing is sent, each rank takes its part of its own tensor
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """Replace parameters of a module by DTensors with the given placements, by name, and let its forward pass see this
-    rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed over the
-    ranks."""
+    rank's part of each as a plain tensor. Gradients of parameters that each rank has whole are summed up."""
     place(module, placements, mesh)
 
     def before(module: nn.Module, args: object) -> None:

@@ -88,8 +88,7 @@ def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
     because `parallel.expert` divides them instead.
 
     Raises:
-        ConfigError: an adapter in the module has dropout: its masks would be made for other positions than those that
-            the rank has.
+        ConfigError: an adapter in the module has dropout: its masks would be for other positions than the rank has.
     """
     experts = set(find_experts(language).values())
     found = {}
@@ -150,7 +149,7 @@ def refuse_dropout(config: PretrainedConfig, size: int) -> None:
 
 
 def check_heads(config: PretrainedConfig, size: int) -> None:
-    """Raise ConfigError if the heads of attention, or of its keys and values, cannot be divided."""
+    """Raise ConfigError if the heads of attention, or of its keys and values, cannot be divided by `size` ranks."""
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None) or config.num_attention_heads
         if any(number % size for number in (heads if isinstance(heads, list) else [heads])):
@@ -165,7 +164,7 @@ def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
     (ROWWISE) of a linear layer, which stay divided between layers, cannot be divided evenly."""
     if style is Cut.SUMMED:  # whole on every rank
         return
-    linear = getattr(module, "base_layer", module)
+    linear = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
     if not isinstance(linear, nn.Linear):
         raise ConfigError(
             f"parallel.tensor={size}: {name} is a {type(linear).__name__}, and only linear layers are divided "
@@ -203,8 +202,7 @@ def between_layers(
     language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
 ) -> dict[str, Cut]:
     """Return the weights of blocks that are used outside of attention, the MLP and the `mixtures`, such as those of
-    norms. All of them are SUMMED: every rank has the whole weight, but processes only its own positions, so that it
-    computes a part of the gradient.
+    norms. All are SUMMED: every rank has the whole weight, and computes the part of its gradient for its own positions.
 
     Args:
         prefix: beginning of the names of the language model's weights in `plan`.
@@ -214,7 +212,7 @@ def between_layers(
     Raises:
         ConfigError: one of the weights is a matrix: its module may need all positions.
     """
-    parents = {
+    parents = {  # the names of attention and the MLP, whose layers are divided by outputs
         owner(name.removesuffix(".base_layer"))
         for name, cut in plan.items()
         if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name
@@ -237,8 +235,7 @@ def between_layers(
 
 def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int) -> None:
     """Raise ConfigError if the plan divides some layers of a module, but does not mention another weight of it: each
-    rank would compute only a part of that weight's gradient. `prefix` is that of the language model's names in the
-    plan."""
+    rank would compute only a part of that weight's gradient. `prefix`: that of the language model's names in `plan`."""
     # modules with layers of the styles COLWISE and ROWWISE, between which what is computed is divided among the ranks
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name

@@ -115,8 +115,7 @@ class ActivationMeter:
         one_row: bool = True,
         images: BlankImages | None = None,
     ):
-        """Build on the meta device the model whose activations are measured, with few blocks in its language
-        model.
+        """Build on the meta device the model whose activations are measured, with few blocks in its language model.
 
         Args:
             kernel: attention of packed rows; None: rows are padded.
@@ -166,7 +165,7 @@ class ActivationMeter:
 
     def segments(self, micro: MicroBatchSizes) -> list[PassSegment]:
         """Run a micro-batch forward and backward, and return the memory of both passes in the order of execution. If
-        fewer blocks were run than the model has, the segments of the others are copies of a measured block's."""
+        fewer blocks were run than the real model has (`depth`), the segments of the others are copies of a block's."""
         if self.images is None:
             trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         else:
@@ -200,13 +199,12 @@ def blocks_to_measure(language: PretrainedConfig, unlike: int) -> tuple[int, int
     depth = language.num_hidden_layers
     kinds = list(getattr(language, "layer_types", None) or [None] * depth)
     period = next(n for n in range(1, depth + 1) if kinds[n:] == kinds[: depth - n])
-    least = unlike + period + 1
+    least = unlike + period + 1  # the first ones, the period that is repeated for all others, the last one
     return min(depth, least + (depth - least) % period), period
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return the parts of a model with only the first `depth` blocks in its language model; unchanged if it has no
-    more."""
+    """Return the parts of a model with at most the first `depth` blocks of its language model."""
     language = parts.language
     if language.num_hidden_layers <= depth:
         return parts
@@ -220,12 +218,8 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends: bool = False) -> ForwardInputs:
-    """Make the arguments of the model's forward pass on the meta device.
-
-    Args:
-        packed: whether the samples are packed into rows.
-        blends: whether image tokens are weighted sums of four features.
-    """
+    """Make the arguments of the model's forward pass on the meta device. `packed`: whether the samples are packed into
+    rows. `blends`: whether image tokens are weighted sums of four features."""
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
         segments = None
@@ -310,13 +304,8 @@ class TraceReader:
     """Reads a trace event by event: counts the bytes alive, and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
-        """Begin to read a trace.
-
-        Args:
-            vocabulary: width of this rank's logits, by which they are recognized.
-            weights: parameters by name.
-            master: dtype of the master weights.
-        """
+        """Begin to read a trace. `vocabulary`: width of this rank's logits, by which they are recognized. `weights`:
+        parameters by name. `master`: dtype of the master weights."""
         self.vocabulary = vocabulary
         self.master = master
         self.numbers = {name: number for number, name in trace.gradients.items()}  # storages of weights' gradients
@@ -330,10 +319,11 @@ class TraceReader:
         self.early: dict[int, int] = {}
         """Storage number -> bytes of the output layer's gradient, which the loss computes in the forward pass."""
         self.segments: list[PassSegment] = []
-        self.open("")
+        self.open("")  # begins the segment before the first block
 
     def open(self, block: str) -> None:
-        """Begin the segment of `block` (empty for what is between blocks) with the bytes that exist now."""
+        """Begin the segment of `block` (empty for what is between blocks) with the bytes that exist now (`level`). The
+        three peaks are with FSDP, and without it in the first and in later micro-batches."""
         self.block = block
         self.begin = self.worst = self.worst_first = self.worst_later = self.level
         self.made = self.made_masters = 0
@@ -343,6 +333,8 @@ class TraceReader:
         """End the current segment and begin that of `next_block` (a block, the output layer, or empty for what is
         between them). A segment between blocks in which nothing was allocated or freed is dropped."""
         if self.block or not self.is_empty:
+            # bytes alive at its ends and at its peaks (with FSDP; without it in the first and in later micro-batches),
+            # and of the weight gradients that it makes, in their own dtypes and in those of the master weights
             self.segments.append(
                 PassSegment(
                     self.block,
@@ -392,12 +384,15 @@ class TraceReader:
             self.made_masters += size
 
     def update_worst(self, casting: int = 0) -> None:
-        """Raise the segment's three peaks to the present bytes where these are more. They differ in the gradients that
-        exist with and without FSDP (`PassSegment`). `casting`: bytes of the copy of a gradient in the master weight's
-        dtype, which exists only without FSDP."""
-        making = sum(self.making.values())
+        """Raise the segment's three memory peaks to the bytes that exist now, where these are more. They differ in
+        which of the weight gradients that the segment has made still exist. `casting`: bytes of the copy of a gradient
+        in the master weight's dtype, which exists only without FSDP."""
+        making = sum(self.making.values())  # bytes of gradients that are not complete yet
+        # with FSDP, which reduces all gradients of a block when the block ends
         self.worst = larger(self.worst, self.level, self.made + making)
+        # without FSDP, in the first micro-batch: each gradient is cast to the master weight's dtype
         self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)
+        # without FSDP, in later ones: each is at once added to that of the first, which is counted elsewhere
         self.worst_later = larger(self.worst_later, self.level, making + casting)
 
 

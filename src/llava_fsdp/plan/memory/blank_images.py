@@ -121,8 +121,8 @@ class BlankImages:
         return self.known[size]
 
     def measure(self, pixels: dict[str, torch.Tensor]) -> VisionWork:
-        """Run the vision part forward and backward on an image with these inputs, without values of weights, and return
-        the image's tokens, FLOPs and input bytes."""
+        """Return the tokens, FLOPs and input bytes of an image with the inputs `pixels`: the vision part runs forward
+        and backward on it, without values of weights."""
         model = self.model
         takes = inspect.signature(model.base.get_image_features).parameters
         given = {name: model.cast(value) for name, value in pixels.items() if name in takes}
@@ -146,15 +146,16 @@ class BlankImages:
         )
 
     def with_images(self, flops: Flops, recomputes: bool) -> Flops:
-        """Return `flops` with the FLOPs of an image token (`tile`) as measured for an image of the size `photo`. They
-        depend on the size, because of attention. `recomputes`: activations are recomputed in the backward pass."""
+        """Return `flops` with the vision part's FLOPs per image token in the field `tile`, measured with an image of
+        the size `photo`; they depend on the size. `recomputes`: activations are recomputed in the backward pass."""
         work = self.work()
         return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def images_of(self, tokens: int) -> tuple[int, Size]:
-        """Return (count, size) of images that have about `tokens` tokens together. All have one size, in the
-        proportions of `photo`; the count is the one with which the size is nearest to `photo`. A size that is almost
-        that of `photo` is replaced by it, so that it is measured only once."""
+        """Return (number, size in pixels) of equal images that have about `tokens` tokens together. The size has the
+        proportions of `photo`, and the number brings it nearest to `photo`. A size almost equal to `photo` is replaced
+        by it, so that it is measured only once."""
+        # `work()` measures an image of the size `photo`
         count = round(tokens / self.work().tokens) or int(tokens > 0)
         ratio = math.sqrt(tokens / (count * self.work().tokens)) if count else 1.0
         width, height = self.photo
@@ -171,8 +172,7 @@ class BlankImages:
 
     def inputs_of(self, micro: MicroBatchSizes, packed: bool) -> ForwardInputs:
         """Make the arguments of the model's forward pass, which gets whole rows. Those from which shapes follow are on
-        the CPU, with values: pixels, token ids with those of images first, and boundaries of samples. The others are on
-        the meta device."""
+        the CPU, with values: pixels, token ids with images first, boundaries of samples. Others are on `meta`."""
         micro = micro.whole_rows
         count, size = self.images_of(micro.image_tokens)
         each = self.work(size).tokens
@@ -194,6 +194,7 @@ class BlankImages:
             each_sample = micro.tokens // micro.samples
             lengths = (*[each_sample] * (micro.samples - 1), micro.tokens - each_sample * (micro.samples - 1))
             begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            # (position of each token in its sample, cumulative lengths, lengths)
             segments = torch.cat([torch.arange(own) for own in lengths])[None], begins, lengths
         with META:
             labels = torch.zeros(micro.labels, dtype=torch.int64)
@@ -209,10 +210,11 @@ class BlankImages:
             }
 
     def positions(self, rows: int, length: int, types: list[str]) -> dict[str, torch.Tensor]:
-        """Return {"position_ids": positions of the tokens, [axes, rows, length], as if all were text}; empty if the
-        model itself numbers tokens one after the other. `types`: names of the inputs with the types of tokens."""
+        """Return {"position_ids": positions of the tokens, [axes, rows, length], as if all were text, without images};
+        empty if the model itself numbers tokens one after the other. `types`: names of the inputs with the types of
+        tokens."""
         assert self.model.parts.class_config is not None
-        # a function that numbers the tokens of a sample
+        # a function (token ids, types of tokens by name, sizes of images by name) -> positions [axes, length]
         number = positions_of(self.model.parts.class_config)
         if number is None:
             return {}
@@ -245,8 +247,7 @@ def image_arguments(config: Any) -> Mapping[str, Any]:
 def features_of(made: Any) -> list[list[torch.Tensor]]:
     """Return the features in what `get_image_features` of one of transformers' classes returns, each [..., width] with
     the features of image tokens. There is one list for each block of the language model that gets features of all image
-    tokens (DeepStack, as in Granite 4 Vision); elsewhere there is a single one. Raise ModelError if it
-    returns no features."""
+    tokens (DeepStack, as in Granite 4 Vision); else there is one list. Raise ModelError if there are no features."""
     fields = ("pooler_output", "last_hidden_state")
     features = next((own for name in fields if (own := getattr(made, name, None)) is not None), None)
     groups = getattr(made, "deepstack_features", None) or [] if features is None else [features]

@@ -24,6 +24,7 @@ def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
     one. The loss computes the logits of `chunk_tokens` labels at a time."""
     plan = tensor_plan(model, size)
     whole = {name: Weight(tuple(p.shape), p.requires_grad, False, False) for name, p in model.named_parameters()}
+    # only `shape` and `trainable` of these Weight objects are used here
     own = divided_weights(whole, plan, size, 0)
     tied = model.is_tied
     for name, weight in own.items():
@@ -47,8 +48,9 @@ def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
             module.register_forward_hook(lambda _, args, output: Sum.apply(output))
         if cut is Cut.COLWISE_GATHERED:
             module.register_forward_hook(lambda _, args, output: Gather.apply(output, size))
+    # between the layers of a block, a rank has only its own positions
     divide_positions(MetaPositions(size), chains_of_blocks(model), siblings_of(model, plan))
-    # copies stand for the collectives, whose results take as much memory
+    # the copies stand for collectives, whose results take as much memory
     part = VocabularyPart(0, torch.clone, torch.clone)
     model.set_label_loss(partial(chunked_loss, chunk_tokens=chunk_tokens, part=part))
 
@@ -112,16 +114,13 @@ def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
 
 
 def allocate_gathered(own: torch.Tensor, length: int) -> torch.Tensor:
-    """Allocate what an all-gather of positions allocates, so that its memory is counted. Nothing is gathered or copied.
-
-    A real one gathers into a buffer in the order of ranks, and copies this into a second one in the order of rows.
+    """Allocate what an all-gather of positions allocates, so that its memory is counted, and copy nothing: a real one
+    gathers into a buffer in the order of ranks, and copies this into a second one in the order of rows. Return the
+    second, [rows, length, width], without values.
 
     Args:
         own: this rank's positions, [rows, own positions, width].
         length: number of positions of all ranks.
-
-    Returns:
-        [rows, length, width], without values.
     """
     gathered = own.new_empty(own.shape[0], length, own.shape[2])
     in_rows = torch.empty_like(gathered)

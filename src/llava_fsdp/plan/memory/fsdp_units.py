@@ -96,6 +96,7 @@ def unit_of(
         reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
         waiting_output=reduced,
         shard_gradients=0 if is_away else kept,
+        # for each trainable weight, its unsharded gradient in the dtype of the reduction, and as backward makes it
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
         # FSDP makes one more copy of a weight that is sharded by columns (dimension 1), and of its gradient
@@ -105,12 +106,14 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """Return the bytes of the copies of this rank's shards that an all-gather makes first, to cast them and, if
-    `passes_through`, from host memory: of all weights at once, or of the largest one if weights are not sharded."""
+    """Return the bytes of the copies of this rank's shards that an all-gather makes first: to cast them to the dtype of
+    the all-gather and, if `passes_through`, to bring them from host memory to the device. `shards`: number of ranks
+    that the weights are sharded over."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)
         casts = stored != weight.gathered_size(precision)
         per_element = (stored if passes_through else 0) + (weight.gathered_size(precision) if casts else 0)
         sizes.append(weight.padded(shards) * per_element)
+    # FSDP copies the shards of all weights for one all-gather, but copies weights that are not sharded one by one
     return max(sizes, default=0) if weights[0].own_shards(shards) == 1 else sum(sizes)

@@ -80,6 +80,7 @@ class LiveBytes(CompilingMode):
             number = self.numbers[key] = self.count
             self.count += 1
             size = storage.nbytes()
+            # (id, bytes, last dimension: by it the logits, which are as wide as the vocabulary, are found)
             self.trace.events.append(Event(number, size, tensor.shape[-1] if tensor.ndim else 0))
             self.alive[key] = weakref.ref(storage, lambda _: self.drop(key, number, size))
         return self.numbers[key]
@@ -166,13 +167,12 @@ def split_like_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor])
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Context manager that records which storage holds each parameter's gradient, and marks when the gradient is
-    complete."""
+    """Context manager: records the storage of each parameter's gradient, and marks when the gradient is complete."""
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            number = live.see(parameter.grad)
+            number = live.see(parameter.grad)  # of its storage
             assert number is not None
             trace.gradients[number] = name
             trace.mark(f"gradient {name}")

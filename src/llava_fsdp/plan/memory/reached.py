@@ -21,9 +21,9 @@ LARGE = (1400, 900)
 
 
 def freeze_unreached(images: BlankImages, precision: PrecisionConfig) -> None:
-    """Freeze those parameters of a model on the meta device that can get no gradient, so that a plan counts no memory
-    for their gradients and moments. The loss of one large image must depend on the others. A training finds them with a
-    small image, and a video if its dataset has some. `images`: makes inputs with blank images for its model."""
+    """Freeze those parameters of a meta-device model that get no gradient, because the logits of a sample with one
+    large image do not depend on them. A plan then counts no memory for their gradients and moments. A training finds
+    them with a small image, and a video if its dataset has some. `images` makes inputs with blank images."""
     model, large = images.model, replace(images, photo=LARGE)
     each = large.work().tokens  # tokens of the image; each counts as one tile
     # one token of text before the image, and one behind it that is the label
@@ -38,9 +38,8 @@ def reached(
     model: Architecture, ids: torch.Tensor, images: dict[str, torch.Tensor], precision: PrecisionConfig
 ) -> set[str]:
     """Return the names of the trained parameters on which the logits of a sample depend. They are found in the autograd
-    graph of a forward pass on the meta device, so that no gradient is computed. The model runs in bf16, because some
-    kernels of mixtures of experts require it. Its norms run in fp32 if the training has another dtype for norms than
-    for weights.
+    graph of a forward pass on the meta device, so that no gradient is computed. The model runs in bf16, which some
+    kernels of experts require; its norms in fp32 if they have another dtype than weights in training.
 
     Args:
         ids: token ids, int64 [1, length].
@@ -59,7 +58,7 @@ def reached(
         weights |= {name: own for name, own in model.named_parameters() if own in kept}
         hooks = compute_norms_in_fp32(model, mixed)
     try:
-        with torch.enable_grad(), KnownValues():
+        with torch.enable_grad(), KnownValues():  # which computes positions and masks, with values, on the CPU
             logits = functional_call(model, weights, inputs, {"return_logits": True})
     finally:
         for hook in hooks:

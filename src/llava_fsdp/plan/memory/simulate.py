@@ -35,8 +35,7 @@ class Ledger:
             self.worst = {name: size + more.get(name, 0) for name, size in self.held.items()}
 
     def add(self, moment: str, **sizes: int) -> None:
-        """Add bytes, by category, to what is held from now on. `moment`: name of the present moment, kept if it is the
-        highest peak so far."""
+        """Add bytes, by category, to those held from now on. `moment`: name of this moment for the highest peak."""
         for name, size in sizes.items():
             self.held[name] += size
         self.note_peak(moment)
@@ -92,18 +91,18 @@ Pass = Sequence[PassSegment]
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
     """Simulate the device memory of one rank in a training step without FSDP. As soon as a gradient is complete, it is
     cast to the master weight's dtype, and added to that of earlier micro-batches. `passes`: for each micro-batch, the
-    segments of both passes."""
+    segments of both passes, with their memory peaks. `states`: bytes held throughout the step."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
         for segment in segments:
-            # later micro-batches add their gradients to those that exist
+            # the peak of activations and new gradients: later micro-batches add theirs to those that exist
             worst = segment.worst_later if number else segment.worst_first
             ledger.set_live(worst)
             ledger.note_peak(describe(segment), gradients=worst.gradients)
             ledger.set_live(segment.end)
             if number == 0:
-                ledger.held["gradients"] += segment.made_masters
+                ledger.held["gradients"] += segment.made_masters  # in the dtypes of the master weights
     ledger.finish(states)
     return ledger
 
@@ -116,7 +115,7 @@ def simulate_step(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate the device memory of one rank in a training step under FSDP.
+    """Simulate the device memory of one rank in a training step under FSDP. Return its bytes at the highest peak.
 
     Args:
         passes: for each micro-batch the segments of its forward and backward pass.
@@ -145,6 +144,7 @@ class FsdpRank:
 
         Args:
             ledger: gets the bytes that the rank holds at each moment.
+            units: the FSDP units by name; the weights of a unit are gathered and freed together.
             unit_names: block name -> name of its FSDP unit.
             prefetch: number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only.
         """
@@ -176,6 +176,7 @@ class FsdpRank:
         forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
         self.run_forward(forward)
         with_backward = self.order(backward)[1]  # names of the units, in the order in which they run
+        # units without a backward pass, the last first: FSDP prefetches in the reverse order of the forward pass
         forward_only = [name for name in reversed(self.order(forward)[1]) if name not in with_backward]
         self.run_backward(backward, is_last, forward_only)
 
@@ -247,7 +248,7 @@ class FsdpRank:
             self.ledger.drop(reducing=made_before)  # `finish` adds it again
             self.finish(unit, made_before + made, is_last, describe(segment))
             made_before = 0
-        self.finish(NORMS, 0, is_last, "end of backward")
+        self.finish(NORMS, 0, is_last, "end of backward")  # 0: the blocks' `made` has its gradients
         self.ledger.drop(reducing=self.root_made)  # `finish` adds it again
         self.finish(ROOT, self.root_made, is_last, "end of backward")
         self.ledger.drop(reducing=self.reduce_input)
@@ -259,11 +260,11 @@ class FsdpRank:
         gradients, which are among `segment.made` and must not be counted for the block's own unit again."""
         experts = self.experts(segment)
         for name in experts:
-            self.prefetch(name)
+            self.prefetch(name)  # the all-gather's buffer; `copy_out` makes the weights of it
             self.copy_out(name, describe(segment))
         self.run(segment)
-        made = {name: sum(self.units[name].narrow) for name in experts}
-        for name, size in made.items():
+        made = {name: sum(self.units[name].narrow) for name in experts}  # gradients in the backward pass's dtype
+        for name, size in made.items():  # `finish` reduces them
             self.finish(name, 0 if self.adds_in_place(name) else size, is_last, describe(segment))
         return sum(made.values())
 
@@ -273,8 +274,7 @@ class FsdpRank:
         return [name] if name in self.units else []
 
     def order(self, segments: Sequence[PassSegment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return (the names of the blocks of each FSDP unit, by the unit's name; the names of the units), both in the
-        order in which they run."""
+        """Return, in running order, the block names of each FSDP unit (by unit name), and the names of the units."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.block, "")
@@ -289,6 +289,7 @@ class FsdpRank:
         unit = OUTPUT if segment.block == OUTPUT else self.unit_names.get(segment.block, ROOT)
         # autograd adds gradients in place if earlier ones wait in the same dtype: then no new ones are held
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
+        # `under_way`: in a pipeline, what other micro-batches keep for their backward passes
         self.ledger.set_live(worst + self.under_way)
         self.ledger.note_peak(describe(segment), reducing=worst.gradients)
         self.ledger.set_live(segment.end + self.under_way)
@@ -319,9 +320,9 @@ class FsdpRank:
         self.ledger.note_peak(f"all-gather of {name or 'the root unit'}", gathered=unit.cast)
 
     def copy_out(self, name: str, moment: str, keep: bool = False) -> None:
-        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights. While it is copied, the buffer
-        and the weights exist, and another copy of the weights that are sharded by columns. Then free the buffer, unless
-        `keep` is set. Does nothing if the unit is gathered already, or no unit has this name."""
+        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights. At that moment, which `moment`
+        names, the buffer and the weights exist, and another copy of weights that are sharded by columns. Then free the
+        buffer, unless `keep` is set. Does nothing if the unit is gathered already, or no unit has this name."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered:
             return
@@ -344,11 +345,13 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Simulate the memory of a unit's gradients from the end of its backward pass on: they are reduced over the
-        ranks, or kept whole for a later micro-batch.
+        """Simulate the memory of the gradients of an FSDP unit (weights that are gathered and reduced together) from
+        the end of its backward pass on: they are reduced over the ranks, or kept whole for a later micro-batch.
 
         Args:
+            name: the unit's name.
             made: bytes of the gradients that the backward pass has produced. The ledger must not hold them yet.
+            is_last: whether this is the step's last micro-batch.
             moment: name of this moment, as in `Ledger`.
         """
         unit = self.units.get(name)
@@ -361,9 +364,9 @@ class FsdpRank:
         if is_last or self.plan.reshard_every_micro_batch:
             self.free(name)
         if not reduces:
-            self.widen(name, added, moment)
+            self.widen(name, added, moment)  # they wait in the reduction dtype
             return
-        self.ledger.drop(reducing=self.reduce_input)
+        self.ledger.drop(reducing=self.reduce_input)  # that of the unit before, which FSDP holds until now
         self.reduce_input = unit.reduce_input
         # bytes of each weight's gradient: in the reduction dtype if it has waited, else as the backward pass made it
         sizes = unit.widened if name in self.waiting else unit.narrow

@@ -71,8 +71,6 @@ def segments_of_stage(
         segments: the forward and backward pass of the whole model.
         stack: name of the list of the language model's blocks.
         blocks: numbers of the stage's blocks.
-        is_first: whether it is the first stage.
-        is_last: whether it is the last stage.
         hidden: bytes of the hidden states that stages send to each other.
         own: bytes of the hidden states that this rank has between two blocks: with `parallel.tensor` only a part of the
             positions, else as many as `hidden`.
@@ -112,13 +110,20 @@ def simulate_pipeline(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate a step of one rank of a pipeline. `order`: the passes that the rank runs, in this order, each with the
-    segments of its stage and micro-batch. `unit_names`: block name -> name of its FSDP unit in `units`. `prefetch`:
-    number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only."""
+    """Simulate the device memory of one rank of a pipeline in a training step under FSDP.
+
+    Args:
+        order: the passes that the rank runs, in order, each with the memory segments of its stage and micro-batch.
+        units: the FSDP units by name.
+        plan: what FSDP shards, and whether it frees gathered weights after the forward pass.
+        states: bytes that the rank holds throughout a step, such as its shards.
+        unit_names: block name -> name of its FSDP unit.
+        prefetch: number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only.
+    """
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     left = Counter(one.stage for one, _ in order if not one.is_forward)  # stage -> backward passes still to run
-    messages = kept_messages(order)
+    messages = kept_messages(order)  # for each pass, bytes of sent tensors that torch's schedule still holds after it
     under_way = Live()  # what forward passes have kept whose backward passes have not run yet
     states.begin_pass(ledger, 0)
     for (one, segments), kept in zip(order, messages, strict=True):

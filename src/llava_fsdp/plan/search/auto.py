@@ -47,9 +47,8 @@ GB = 1e9
 
 def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
     """Replace `pack=auto` by true, or by false if this model cannot keep apart the samples that are packed into one
-    row. For a model that is trained as its class in transformers (`parts.class_config`), two other defaults are
-    settled, too: `compile=auto` becomes false, and `parallel.context_how=auto` becomes `ulysses` if several ranks may
-    process a row together.
+    row. For a model that is trained as its class in transformers (`parts.class_config`), two more defaults are settled:
+    `compile=auto` becomes false, and `parallel.context_how=auto` `ulysses` if ranks may share rows.
 
     Returns:
         The configuration, and the reason in one line if `pack=auto` became false; else None.
@@ -111,8 +110,7 @@ class Decision:
 
 
 def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
-    """Return the keys of `parallel` that were `auto` or searched (`before`), as command-line overrides with the values
-    in `chosen`."""
+    """Return command-line overrides, with the values in `chosen`, of the keys that are auto or searched in `before`."""
     searched = ["tensor", "expert", "pipeline"] * before.search
     keys = [*["context"] * (before.search or before.context == AUTO), *searched]
     overrides = [f"parallel.{key}={getattr(chosen, key)}" for key in keys]
@@ -123,11 +121,7 @@ def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
     """Choose values for the keys that are `auto`: the fastest ones that fit into memory, as the planner predicts. A run
-    that `continues` keeps the values that it recorded when it began, if they fit.
-
-    Raises:
-        ConfigError: the planner predicts that no values fit into memory.
-    """
+    that `continues` keeps the values that it recorded when it began, if they fit. Raise ConfigError if none fit."""
     machine = this_machine(world.local_size, world.device.type)
 
     def planner_of(tried: Config) -> Planner:
@@ -141,6 +135,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     except LlavaFsdpError:
         raise
     except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
+        # values that need little memory, with the largest number of ranks for a row (`context`)
         return without_plan(with_each_context(cfg, world.size, parts.language)[-1], error)
     best, parallel = rows[0], planner.cfg.parallel
     if not best.fits:
@@ -163,13 +158,13 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 def keeps_recorded(
     before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]
 ) -> bool:
-    """Return whether a resumed run keeps its recorded values (`before`): those that are possible with the present keys
-    and number of ranks, and that fit into memory by the prediction of a planner, which `planner_of` makes. Values of a
-    model that no planner can compute are kept, too, as they were chosen without one."""
+    """Return whether a resumed run keeps the values that it recorded for keys set to `auto` (`before`). They must be
+    possible with the present configuration and number of ranks, and fit into memory by the prediction of a planner,
+    which `planner_of` makes. Values of a model that no planner can compute are kept: they were chosen without one."""
     try:
         settled = before.applied(cfg)
-        with_each_context(settled, world.size, parts.language)
-        rows = rows_for(planner_of(settled), settled, world)
+        with_each_context(settled, world.size, parts.language)  # called for its ConfigError
+        rows = rows_for(planner_of(settled), settled, world)  # predictions, here a single one
     except ConfigError:  # a value contradicts the present keys; if the keys contradict each other, choosing raises it
         return False
     except LlavaFsdpError:
@@ -194,7 +189,7 @@ def best_layout(
         planner = planner_of(tried)
         return planner, rows_for(planner, tried, world)
 
-    if not cfg.parallel.search:
+    if not cfg.parallel.search:  # only the number of ranks that share a row (`parallel.context`) may be open
         return smallest_context(cfg, world.size, language, plan)
     searcher = Searcher(planner_of, lambda planner, tried: ways_for(planner, tried, world))
     result = searcher.search(cfg, world.size, world.local_size)
@@ -205,9 +200,9 @@ def best_layout(
 def smallest_context(
     cfg: C, world_size: int, language: PretrainedConfig, plan: Callable[[C], tuple[Planner, list[PlanRow]]]
 ) -> tuple[Planner, list[PlanRow]]:
-    """Plan with the smallest `parallel.context` with which the training fits into memory, or, if it fits with none,
-    with the one that needs the fewest bytes. If `parallel.context` is not `auto`, its value is the only one. `plan`
-    returns the planner of a configuration and its rows, the best first.
+    """Plan with the smallest `parallel.context` with which the training fits into memory or, if it fits with none, with
+    the one that needs the fewest bytes. A value other than `auto` is kept. `plan` returns a configuration's planner and
+    its rows: the ways to train with their predicted memory, the best first.
 
     Raises:
         ConfigError: no value is possible.
@@ -224,9 +219,9 @@ def smallest_context(
 
 
 def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> list[C]:
-    """Return one configuration for each value that `parallel.context=auto` may take, smallest first. A value must
-    divide the number of ranks, and a row must have room for a sample of `data.max_length`. If it is not `auto`, return
-    `cfg` alone. If the installed torch is too old to share rows, the only value is 1.
+    """Return one configuration for each value, ascending, that `parallel.context=auto` may take. A value must divide
+    the number of ranks, and a row must have room for a sample of `data.max_length`. If it is not `auto`, return `cfg`
+    alone. If the installed torch is too old to share rows, the only value is 1.
 
     Raises:
         ConfigError: no such number is large enough, or `parallel.context` or `parallel.expert` is impossible.
@@ -242,7 +237,7 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
         try:
             if size > 1:
                 check_torch()
-            plan_context(cfg.parallel.context_how, language, size, 0, tensor)
+            plan_context(cfg.parallel.context_how, language, size, 0, tensor)  # of the first rank; only checked
             # `replace` checks the keys again, such as whether a row has room for a sample
             possible.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
         except ConfigError as refused:

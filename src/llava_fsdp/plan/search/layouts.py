@@ -95,11 +95,8 @@ class Searcher(Generic[C]):
     def search(self, cfg: C, world_size: int, node_size: int, count: int = 1) -> Search:
         """Find `count` of the fastest ways to train that fit into memory; fewer if there are not so many. The result
         may have more, and also ways that do not fit. Kinds of parallelism whose number in `cfg` is above 1 are kept,
-        the others are searched. Ranks that compute layers together are on one node.
-
-        Raises:
-            ConfigError: no layout is possible with this configuration.
-        """
+        the others are searched. Ranks that compute layers together are on one node. Raise ConfigError if no layout is
+        possible with this configuration."""
         cfg.parallel.check_divides(world_size)
         first: Planner | None = None
         refused: ConfigError | None = None
@@ -181,12 +178,10 @@ class Candidate:
 
 
 def candidates(ways: Ways) -> list[Candidate]:
-    """Return a candidate for each combination of strategy, activation checkpointing and offload with a layout of ranks.
-    It has a lower bound of the seconds of a step, and its memory is not predicted yet.
-
-    Raises:
-        ConfigError: no combination is possible, or the ranks cannot be arranged in this layout.
-    """
+    """Return a candidate for each combination (`ways.choices`) of strategy, activation checkpointing and offload with
+    a layout of ranks (`ways.ranks`). It has a lower bound of the seconds of a step, over all ways to split a step into
+    micro-batches (`ways.splits`); its memory is not predicted yet. Raise ConfigError if no combination is possible, or
+    the ranks cannot be arranged in this layout."""
     planner = ways.planner
     possible = ways_to_share_experts(planner.cfg, ways.choices, planner.ranks_of_same_part(ways.ranks))
     fewest, most = least_work(ways.splits), max(map(len, ways.splits))
@@ -194,8 +189,8 @@ def candidates(ways: Ways) -> list[Candidate]:
 
 
 def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
-    """Return micro-batches that are as few, and together as small, as those of any of these splits, for a lower bound
-    of the seconds of a step."""
+    """Return micro-batches as few, and together as small, as any of these splits, for a lower bound of a step's
+    time."""
     count = min(map(len, splits))
     tokens = min(split.tokens for split in splits)
     labels = min(sum(micro.labels for micro in split) for split in splits)
@@ -244,6 +239,7 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
         if chosen.row.fits:
             fitting.insert(0, (one, chosen))
             break
+        # it does not fit after all: smaller micro-batches are tried
         if rest := ways.splits[place_of(ways.splits, chosen.row) + 1 :]:
             one = replace(one, ways=replace(ways, splits=rest))
             heapq.heappush(waiting, (one.least, next(order), one, True, None))

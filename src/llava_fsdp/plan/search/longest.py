@@ -48,9 +48,8 @@ def points_of(
     cfg: PlanConfig, machine: Machine, parts: Parts, contexts: Sequence[int], advance: Advance
 ) -> list[dict[str, Any]]:
     """Return the longest sample that fits into memory for each number of ranks per row in `contexts` and each number of
-    GPUs that is a multiple of it. An object has the entries `gpus`, `context` (ranks per row), `tokens` (of the sample;
-    0 if none fits), `activation_checkpointing` and `bytes` (predicted for a rank). `advance` is called with 1 after
-    each."""
+    GPUs that is a multiple of it: objects with `gpus`, `context` (ranks per row), `tokens` (of the sample; 0: none
+    fits), `activation_checkpointing` and `bytes` (predicted for a rank). `advance(1)` is called after each."""
     points = []
     for context in contexts:
         parallel = replace(cfg.parallel, context=context)
@@ -62,7 +61,7 @@ def points_of(
         for gpus in gpu_counts(cfg):
             if gpus % context:
                 continue
-            ranks = RankCounts(gpus, gpus, cfg.gpus)
+            ranks = RankCounts(gpus, gpus, cfg.gpus)  # in all, per copy of the model, per node
             choices = [Choice(Strategy.FULL_SHARD, one, OffloadMode.none) for one in checkpointing]
             rows = [longest_row(planner, choice, ranks) for choice in choices]
             row = max(rows, key=lambda row: 0 if row is None else row.tokens)
@@ -97,7 +96,7 @@ def context_sizes(cfg: PlanConfig, parts: Parts) -> list[int]:
     for size in (1 << n for n in range(7) if 1 << n <= cfg.gpus * cfg.nodes):
         try:
             plan_context(cfg.parallel.context_how, parts.language, size, 0)
-        except ConfigError:
+        except ConfigError:  # what `size` does not divide, larger powers of two do not divide either
             break
         sizes.append(size)
     return sizes

@@ -58,6 +58,7 @@ def distinct_strategies(ranks: RankCounts, parts: int = 1, shares_experts: bool 
     if own == 1 and not shares_experts:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
     shards = min(ranks.shard_size, own)
+    # without parts, a `shard_size` that does not divide the ranks is an error, which `mesh_shape` raises
     hybrid = 1 < shards < own and (parts == 1 or own % shards == 0)
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
@@ -96,11 +97,8 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts) -> list[Choice]:
     """Return those choices (`ways`) under whose sharding strategy ranks can share experts as configured
-    (`parallel.expert`). `ranks`: numbers of ranks that hold the same part of the model.
-
-    Raises:
-        ConfigError: no strategy allows it.
-    """
+    (`parallel.expert`). Raise ConfigError if no strategy allows it. `ranks`: numbers of ranks that hold the same part
+    of the model."""
     if cfg.parallel.expert == 1:
         return list(ways)
     possible: list[Choice] = []
@@ -125,10 +123,10 @@ def plan_rows(
     show: Watch = watch,
 ) -> list[PlanRow]:
     """Predict memory and time of each choice of strategy, activation checkpointing and offload (`ways`) with the first
-    of `splits` that fits into memory, and sort: first what fits, the fastest before slower ones; then what does not
-    fit, beginning with the one that needs the fewest bytes. `splits`: ways to split a step into micro-batches, those
-    with the largest micro-batches first."""
+    of `splits` that fits into memory, and sort: first what fits, the fastest before slower ones; then the others, from
+    the fewest bytes on. `splits`: ways to split a step into micro-batches, the largest micro-batches first."""
     sizes = planner.sizes_to_measure(splits)
+    # drops strategies whose groups of ranks cannot share the experts
     ways = ways_to_share_experts(planner.cfg, ways, planner.ranks_of_same_part(ranks))
     rows = []
     with show("ways to train", len(ways)) as advance:
@@ -152,8 +150,7 @@ def plan_rows(
 
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
-    """Return the ways to split a step into micro-batches, those with the largest micro-batches first; unless `is_free`,
-    only the one that the configuration sets."""
+    """Return the ways to split a step into micro-batches, largest first; unless `is_free`, only the configured one."""
     # this sampler packs micro_batch_size samples into each row: another size would change the training
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
     if is_free and not is_fixed:
@@ -171,12 +168,8 @@ def largest_that_fits(
     sizes: Sequence[MicroBatchSizes],
 ) -> PlanRow:
     """Predict memory and time of a choice of strategy, activation checkpointing and offload with the first of `splits`
-    that fits, found by bisection; if none fits, with the last one.
-
-    Args:
-        splits: those with the largest micro-batches first.
-        sizes: micro-batches that are measured to interpolate the others; if empty, all are measured.
-    """
+    that fits, found by bisection; if none fits, with the last one. `splits`: those with the largest micro-batches
+    first; `sizes`: micro-batches that are measured to interpolate the others; if empty, all are."""
 
     def row(split: Sequence[MicroBatchSizes]) -> PlanRow:
         return planner.row(choice, ranks, split, sizes)

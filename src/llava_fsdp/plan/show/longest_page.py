@@ -10,11 +10,9 @@ from llava_fsdp.report.charts.svg import Chart, Line
 
 
 def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
-    """Write an HTML page with a chart and a table of the predictions of `longest`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write an HTML page with a chart and a table of `points`: for each number of GPUs (`gpus`) and of ranks that
+    process a row together (`context`), the `tokens` of the longest sample that fits into memory, 0 if none does. Raise
+    ConfigError if the file cannot be written."""
     lines = []
     for colour, context in enumerate(sorted({point["context"] for point in points})):
         fitting = [point for point in points if point["context"] == context and point["tokens"]]

@@ -39,9 +39,8 @@ def scale(
     sharding and, if `search` is given, with the fastest layout of ranks. A step has the same number of samples on each.
     Return an object for each number of nodes and each curve.
 
-    With zero3, the rings of collectives go through all nodes and use all network ports of each node. With hybrid
-    sharding, weights are gathered within a node, and once a step each GPU sends its shard of the gradients to the other
-    replicas over its own port.
+    With zero3, rings of collectives go through all nodes and use all their network ports. With hybrid sharding, weights
+    are gathered within a node, and once a step each GPU sends its gradient shard to other replicas over its own port.
 
     Args:
         is_free: whether to try micro-batches of all sizes, and not only those that the configuration sets.
@@ -59,12 +58,12 @@ def scale(
 def points_of(
     planner: Planner, gpus: int, count: int, is_free: bool, search: Callable[[int], Planned] | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the points of all curves on `count` nodes of `gpus` GPUs. `is_free`: whether to try micro-batches of all
-    sizes. `search` finds the fastest layout of so many ranks; None: without the curve of the fastest layouts."""
+    """Yield the point of each curve for `count` nodes of `gpus` GPUs: zero3, hybrid sharding and, with `search` (which
+    finds the fastest layout of so many ranks), the fastest layout. `is_free`: try micro-batches of all sizes."""
     for name, row in plain_ways(planner, gpus, count, is_free):
         yield point(count, name, row)
     if search is not None:
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError):  # no layout of so many ranks is possible: the curve has no point here
             fastest = search(gpus * count)
             parallel = fastest.parallel
             sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
@@ -74,8 +73,7 @@ def points_of(
 
 def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:
     """Yield, for zero3 and hybrid sharding, (name, the fastest prediction that fits into memory or, if none fits, the
-    one that needs the fewest bytes) on `count` nodes of `gpus` GPUs. What is impossible with so many ranks is left
-    out."""
+    one with the fewest bytes) on `count` nodes of `gpus` GPUs. What is impossible with so many ranks is left out."""
     world_size, context = gpus * count, planner.cfg.parallel.num_context
     too_many = count > 1 and world_size > planner.cfg.global_batch_size * context  # more rows than samples
     if world_size % context or too_many:
@@ -123,11 +121,9 @@ def shown(value: object) -> object:
 
 
 def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
-    """Write an HTML page with a chart and a table of the points of `scale`. Return its path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write an HTML page with a chart and a table of `points`, made by `point`: predicted speed with a number of nodes,
+    for each sharding strategy and for the fastest layout of ranks (SEARCHED). Return its path. Raise ConfigError if the
+    file cannot be written."""
     lines = []
     for colour, name in enumerate((*STRATEGIES, SEARCHED)):
         fitting = [p for p in points if p["sharding"] == name and p["fits"]]
@@ -184,11 +180,7 @@ class ChartPage:
 
 
 def write_chart(path: Path, page: ChartPage) -> Path:
-    """Write a page as an HTML file. Return its path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a page as an HTML file, and return its path. Raises ConfigError if the file cannot be written."""
     values = table([name.replace("_", " ") for name in page.names], page.rows)
     body = heading("plan", page.title) + draw(page.chart) + section(page.table_title, values)
     if page.assumed:

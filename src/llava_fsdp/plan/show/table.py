@@ -86,7 +86,7 @@ def gigabytes(size: float) -> str:
 
 
 def overrides_of(row: PlanRow) -> str:
-    """Return a row's strategy, activation checkpointing and offload as command-line overrides."""
+    """Return strategy, activation checkpointing and offload of a way to train (`row`) as command-line overrides."""
     activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
     words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
     if activation_checkpointing.budget is not None:
@@ -95,8 +95,7 @@ def overrides_of(row: PlanRow) -> str:
 
 
 def all_steps(planner: Planner, row: PlanRow) -> str:
-    """Return the end of a sentence that says how long the whole training takes; empty if its number of steps is not
-    known."""
+    """Return the end of a sentence: how long the whole training takes; empty if its number of steps is not known."""
     cfg, steps = planner.cfg, planner.cfg.max_steps
     if steps is None and planner.samples.count is not None:
         steps = cfg.epochs * math.ceil(planner.samples.count / cfg.global_batch_size)
@@ -170,8 +169,7 @@ def search_table(found: Sequence[Planned]) -> Table:
 def search_object(search: Search) -> dict[str, Any]:
     """Return a JSON object about a search: the numbers of `layouts` of ranks, of `ways` to train that were compared,
     and of combinations whose memory was predicted (`measured`). Its `rows` have an object for each entry of
-    `Search.rows`: how its ranks are divided (keys of `parallel`), and why it is not the chosen one, which is the
-    first."""
+    `Search.rows`: how its ranks are divided (keys of `parallel`), and why the first one was chosen instead."""
     keys = "context", "tensor", "expert", "pipeline"
     rows = [
         {
@@ -264,7 +262,7 @@ def row_object(row: PlanRow) -> dict[str, Any]:
         "micro_batches": len(row.micro_batches),
         "context": row.micro_batches[0].context,
         "bytes": row.bytes,
-        "moment": row.moment,
+        "moment": row.moment,  # when in a step the memory peak is
         "at_rest": row.at_rest,
         "host_bytes": row.host,
         "disk_bytes": row.disk,

@@ -41,11 +41,7 @@ class Gpu:
     source: str
 
     def peak(self, dtype: DType) -> float:
-        """Return the peak FLOPs per second in a dtype.
-
-        Raises:
-            ConfigError: the GPU does not compute in this dtype.
-        """
+        """Return the peak FLOPs per second in a dtype. Raise ConfigError if the GPU does not compute in it."""
         peak = {DType.fp32: self.fp32, DType.fp16: self.fp16, DType.bf16: self.bf16}[dtype]
         if peak is None:
             raise ConfigError(f"{self.name} has no bf16; choose precision=fp16")
@@ -171,11 +167,7 @@ class Machine:
         return self.cores_have_bf16 if self.gpu is None else self.gpu.bf16 is not None
 
     def peak(self, dtype: DType) -> float:
-        """Return the peak FLOPs per second of a rank in a dtype.
-
-        Raises:
-            ConfigError: the GPU does not compute in this dtype.
-        """
+        """Return a rank's peak FLOPs per second in a dtype. Raise ConfigError if the GPU does not compute in it."""
         if self.gpu is not None:
             return self.gpu.peak(dtype)
         in_bf16 = BF16_SPEED if self.cores_have_bf16 else EMULATED_SPEED
@@ -183,23 +175,20 @@ class Machine:
 
     def check(self, precision: PrecisionConfig) -> None:
         """Raise ConfigError if the device cannot compute with this precision."""
-        self.peak(precision.param_dtype)
+        self.peak(precision.param_dtype)  # raises ConfigError
         if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
             raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
 
 
 def machine_named(name: str, ranks: int) -> Machine:
     """Return the device of each of `ranks` ranks: the GPU `name` of the table or, for `auto`, that of this machine.
-
-    Raises:
-        ConfigError: no GPU in the table has this name.
-    """
+    Raise ConfigError if no GPU in the table has this name."""
     if name == "auto":
         return this_machine(ranks)
     if name not in GPUS:
         raise ConfigError(f"gpu={name} is not in the table; choose auto or one of {', '.join(GPUS)}")
     gpu = GPUS[name]
-    return Machine(gpu, gpu.name, gpu.memory, flops=0.0)
+    return Machine(gpu, gpu.name, gpu.memory, flops=0.0)  # `flops` is only for CPU cores
 
 
 def machine_for(device: str, ranks: int) -> Machine:
@@ -212,8 +201,7 @@ def machine_for(device: str, ranks: int) -> Machine:
 def with_measured_speed(machine: Machine) -> Machine:
     """Return the CPU cores of this machine with the speed that they have now. A GPU stays as it is.
 
-    One core computes a matrix product again and again for a fifth of a second. The fastest one counts, which other
-    processes have not interrupted.
+    One core repeats a matrix product for a fifth of a second. The fastest counts: no other process interrupted it.
     """
     if machine.gpu is not None:
         return machine

@@ -43,12 +43,13 @@ class LayerVolume:
     """For each time that FSDP reduces gradients: then those of weights that every rank has whole are summed."""
 
     def of(self, micros: MicroBatches, chunk_tokens: int, reductions: int) -> Moved:
-        """Return what the rank receives in a step with these micro-batches.
+        """Return the bytes that the rank receives in a step with these micro-batches, and the number of collectives.
 
         Args:
             chunk_tokens: number of labels whose logits the loss computes at a time.
             reductions: how often FSDP reduces gradients.
         """
+        # `micros.labels`: number of labels of a micro-batch -> number of such micro-batches
         labels = sum(count * times for count, times in micros.labels.items())
         chunks = sum(math.ceil(count / chunk_tokens) * times for count, times in micros.labels.items())
         # the loss of each chunk has two all-reduces over the vocabulary: of the maximum, and of the sums
@@ -65,13 +66,13 @@ def layer_volume(
 
     Args:
         model: the model on the meta device, not divided.
-        plan: how the weights that these ranks have are divided, by name of a module or parameter.
+        plan: how the weights that these ranks have are divided, by name of a module or parameter. COLWISE: outputs;
+            ROWWISE: inputs (`_SPLIT`: each rank takes its own of all inputs); SUMMED: whole, with a summed gradient.
         blocks: number of the language model's blocks that they have and that end with a sum over the ranks. Blocks that
             end with experts do not: experts process only the rank's own positions.
         chains: number of lists of consecutive blocks that they have.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.
-        counted: number of experts, of all layers together, for which the ranks sum how many tokens of each sample chose
-            them; 0 if nothing is counted.
+        counted: number of experts of all layers whose tokens of each sample the ranks sum up; 0: they count nothing.
     """
     width = model.compute_dtype.itemsize
 

@@ -53,9 +53,9 @@ class Utilization:
 
 
 def utilization_of(model: Architecture, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Return what a run's MFU is computed from: the FLOPs that a step needs, those that it recomputes besides (None if
-    they are not known before), and the peak of `world_size` devices like `device`. FLOPs are counted on the meta
-    device."""
+    """Return what a run's MFU is computed from: the FLOPs that a step needs; those that it recomputes besides (None if
+    they depend on the run); and the peak FLOPs per second of `world_size` devices like `device`. FLOPs are counted on
+    the meta device; `images` measures those of images for a model that is not given tiles."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     with_recomputed = count_flops(model, activation_checkpointing=True, compiled=compiled)

@@ -155,8 +155,8 @@ class Volume:
         return seconds
 
     def expert_seconds(self, link: float, network: float) -> float:
-        """Return the seconds of the exchanges of tokens between ranks that share experts, which have consecutive
-        numbers. They overlap with nothing, because the experts wait for their tokens."""
+        """Return the seconds of the token exchanges between the ranks, consecutive ones, that share experts. They
+        overlap with nothing: experts wait for tokens. `link`, `network`: bytes per second within and between nodes."""
         size = self.expert_size
         return self.waiting_seconds(self.experts, self.expert_exchanges, size, size, link, network)
 
@@ -190,7 +190,6 @@ def volume(
     Args:
         weights: the part of the model that the rank has.
         ranks: numbers of the ranks that hold the same part of the model.
-        micro_batches: number of micro-batches of the step.
     """
     # `tensor` is above 1 for experts whose shards are also divided among ranks that compute layers together
     if ranks.world_size == 1 and all(weight.tensor == 1 for weight in weights):
@@ -272,6 +271,7 @@ def context_volume(
         recomputed: share of the forward pass that runs again in the backward pass.
     """
     passes = 2 + recomputed
+    # `ulysses` exchanges queries, keys, values and the result; `gather` gathers keys and values
     calls = (4 if how is ContextHow.ulysses else 2) * language.num_hidden_layers
     return passes * received_by_attention(how, size, language, width, tokens), math.ceil(calls * passes)
 
@@ -326,9 +326,8 @@ class StepTime:
 
 
 def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
-    """Return the bytes of memory traffic per parameter in a step on one rank, where FSDP copies nothing. The first
-    micro-batch's gradient is cast to the dtype of the master weights, or taken as it is if that is its own. Those of
-    later ones are added."""
+    """Return the bytes of memory traffic per parameter in a step on one rank, where FSDP copies nothing. The gradient
+    of the first micro-batch is cast to the dtype of the master weights, if it has another; later ones are added."""
     made, master = ITEM_SIZE[precision.param_dtype], 2 if precision.master_dtype is MasterDType.bf16 else 4
     # a cast reads a gradient and writes a master's; an addition reads both and writes the sum
     return (master + made) * (made != master) + (2 * master + made) * (micro_batches - 1)
@@ -357,8 +356,10 @@ def step_time(
     world_size: int,
     offload: OffloadMode,
 ) -> StepTime:
-    """Predict the seconds of a step on one rank. `sent` is what the rank receives in the step. With several ranks, FSDP
-    copies weights and gradients in each micro-batch; a single rank only adds gradients."""
+    """Predict the seconds of a step on one rank. `work`: what the rank computes; `sent`: bytes that it receives from
+    other ranks. With several ranks, FSDP copies weights and gradients in each micro-batch; one only adds gradients.
+    On a GPU, FSDP's communication runs during the share OVERLAP of the computation; attention and experts wait for
+    theirs."""
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * machine.efficiency
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH

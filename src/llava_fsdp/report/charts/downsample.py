@@ -51,6 +51,7 @@ class Curve:
         Ignore a value that is missing or not finite."""
         if value is None or not math.isfinite(value):
             return
+        # [number of values, sum of their steps, sum of the values, least value, greatest value]
         merge_into(self.stretches, step // self.width, [1.0, float(step), value, value, value])
         while len(self.stretches) > self.most_points:
             self.width *= 2

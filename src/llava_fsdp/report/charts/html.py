@@ -33,13 +33,8 @@ def whole_page(title: str, body: str) -> str:
 
 
 def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "") -> str:
-    """Return the top of a page as HTML, with its title.
-
-    Args:
-        kind: kind of the page, such as run or sweep.
-        lines: lines below the title: a text, or (CSS class, text).
-        state: state of the training, shown beside the title.
-    """
+    """Return the top of a page as HTML, with its title. `kind`: of the page, such as run or sweep. `lines`: lines below
+    the title: a text, or (CSS class, text). `state`: that of the training, shown beside the title."""
     pairs = [("", line) if isinstance(line, str) else line for line in lines]
     body = "".join(f"<p class='{name}'>{escape(shorten_middle(text))}</p>" for name, text in pairs if text)
     mark = f"<span class='state {escape(state)}'>{escape(state)}</span>" if state else ""

@@ -118,11 +118,8 @@ def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
-    """Return a chart of vertical bars as an HTML figure; empty if all values are 0.
-
-    Args:
-        names: of the values of each bar, for a legend.
-        stacked: whether the values of a bar are drawn on top of each other; False: side by side.
+    """Return a chart of vertical bars as an HTML figure; empty if all values are 0. `names`: those of the values of
+    each bar, for a legend. `stacked`: whether the values of a bar are drawn on top of each other; False: side by side.
     """
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
     if longest <= 0:

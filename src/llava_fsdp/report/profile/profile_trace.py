@@ -176,7 +176,7 @@ def merge_spans(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def intersection(spans: Spans, others: Spans) -> Spans:
-    """Return the time spans (begin, end) that lie both in one of `spans` and in one of `others`."""
+    """Return the time spans (begin, end) that lie both in one of `spans` and in one of `others`, both ascending."""
     result, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:

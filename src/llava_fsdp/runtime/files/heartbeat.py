@@ -97,8 +97,7 @@ class Watcher:
     """Reads the heartbeats of other ranks, and records when each last changed."""
 
     def __init__(self, folder: Path, frozen_after: float):
-        """Prepare to read the heartbeats in a run's folder. `frozen_after`: seconds without a new heartbeat after which
-        a rank counts as frozen."""
+        """Prepare to read the heartbeats of a run. `frozen_after`: seconds without one after which a rank is frozen."""
         self.folder = folder
         self.frozen_after = frozen_after
         self.counts: dict[int, tuple[int, float]] = {}

@@ -86,8 +86,7 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON Lines file; empty if there is no regular file. Incomplete lines, which a crash or a full disk may
-    leave, are skipped."""
+    """Read a JSON Lines file; empty without a regular file. Incomplete lines (crash or full disk) are skipped."""
     rows = []
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():

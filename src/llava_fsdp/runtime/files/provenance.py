@@ -90,8 +90,7 @@ def is_older(notes: Mapping[str, Any]) -> bool:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return the content of a file; None if it does not exist. Raises DamagedModel if it cannot be read or has more
-    than 64 MiB."""
+    """Return a file's content; None if it does not exist. Raises DamagedModel if unreadable or larger than 64 MiB."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > SMALL:
@@ -198,7 +197,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Return the end of an error message: what to do about a changed, missing or added file `name` of a folder."""
+    """Return the end of an error message: what to do about a changed, missing or added file `name` of `folder`."""
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():  # the folder is the export in a training's output folder
         again = "start its run again, which writes it anew from its checkpoint"

@@ -193,8 +193,7 @@ def lock_folder(handle: int, folder: Path) -> None:
 
 
 def folder_in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
-    """Return the error to raise if a run's folder is locked; `holder` is the lock file's content, which may be
-    empty."""
+    """Return the error for a run's folder that is locked; `holder` is the lock file's content, which may be empty."""
     return FolderInUse(
         f"output_dir={folder} belongs to a run that is under way: process {holder.get('pid', '?')} on "
         f"{holder.get('host', '?')}, since {holder.get('since', '?')}; wait for it, stop it, or give another folder"
@@ -239,8 +238,7 @@ def is_known_free(folder: Path) -> bool:
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Return whether the run's folder is locked (None: unknown), and by whom (the lock file's content; empty if not
-    locked)."""
+    """Return whether the run's folder is locked (None: unknown), and the lock file's content ({} if not locked)."""
     try:
         # opened read-only, because the folder may be mounted read-only
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -266,8 +264,7 @@ def is_locked_by_other_launch(folder: Path) -> bool:
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Log a warning if the previous run in this folder was killed. To be called by the process that has locked the
-    folder."""
+    """Log a warning if the previous run in this folder was killed. The caller has locked the folder."""
     try:
         status = status_of(folder)
     except MissingJson:
@@ -284,13 +281,9 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, resume: str, step: int) -> None:
-    """Record at which step the run has begun: step 0, or that of a checkpoint, as `checkpoint.resume` says. Ranks that
-    torchrun restarts read this record and do not write it again. Does nothing without torchrun.
-
-    Args:
-        resume: the value of `checkpoint.resume`.
-        step: number of finished steps when the run began.
-    """
+    """Record at which step the run has begun: step 0, or that of a checkpoint, as `checkpoint.resume` (`resume`) says.
+    Ranks that torchrun restarts read this record and do not write it again. Does nothing without torchrun. `step`:
+    number of finished steps when the run began."""
     if launch_id() is None or begun_at(folder, resume) is not None:
         return
     begun = {"wish": resume, "step": step, "launch": launch_id(), "time": time.time()}

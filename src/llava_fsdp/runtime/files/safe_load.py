@@ -32,8 +32,7 @@ CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """Read a UTF-8 text file. Raises `error` if it cannot be read, has more than `largest` bytes, or is a pointer of
-    git-LFS in place of a file that git has not fetched."""
+    """Read UTF-8 text. Raises `error` if that fails, or for more than `largest` bytes or a git-LFS pointer."""
     try:
         if not path.is_file():
             raise error(f"{path} is not a file")
@@ -60,8 +59,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """Read a JSON object. Raises `error` if the file cannot be read, has more than `largest` bytes, or contains no
-    object."""
+    """Read a JSON object. Raises `error` if the file is unreadable, has over `largest` bytes, or contains no object."""
     text = read_text(path, error, largest)
     values = text.count(",") + text.count("[") + text.count("{")
     if values > VALUES:

@@ -59,9 +59,8 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
     """Parse a JSON object and check the types of its values.
 
     Args:
-        kinds: the allowed types of the value of each key; None: any. If `type(None)` is among them, the key may be
-            missing. An integer is also allowed where a float is, and has at most 63 bits; True and False are no
-            numbers.
+        kinds: the allowed types of each key's value; None: any. With `type(None)` the key may be missing. An integer,
+            of at most 63 bits, is also allowed where a float is; True and False are no numbers.
 
     Raises:
         BadJson: the content is not a JSON object, is nested too deeply, or has a value of another type.

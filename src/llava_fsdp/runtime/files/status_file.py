@@ -68,12 +68,8 @@ def is_without_end(status: dict[str, Any]) -> bool:
 def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
     """Return how the previous start of the run in this folder ended, as in `run_status.json`. Starts that finished
     neither a step nor the run are passed over: the status of such a start has the one before it in its entry `before`.
-    The result is None if there is no previous start, or if the current start has finished a step.
-
-    Args:
-        is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
-            start.
-    """
+    The result is None if there is no previous start, or if the current start has finished a step. `is_claiming`:
+    whether the current start has written nothing yet, so that `run_status.json` is from an earlier start."""
     last_status = read_status(folder)
     if last_status is None:
         return None
@@ -172,7 +168,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 def status_of(folder: Path) -> dict[str, Any]:
     """Return the content of `run_status.json`. Its entry `before` (how the previous start ended) is None once the
-    latest start has finished a step. Raises MissingJson, or BadJson if the file cannot be read."""
+    latest start has finished a step, which a file of its own says. Its entry `refused` is the status of a later start
+    that failed after the run was done. Raises MissingJson, or BadJson if the file cannot be read."""
     path = folder / STATUS_FILE
     status = read_object(path, STATUS_KINDS)
     for part in (status, status.get("before"), status.get("refused")):
@@ -184,8 +181,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_status(status: Any, path: Path) -> None:
-    """Raise BadJson, naming `path`, if a run's status that was read from there has a value of a wrong type, or an exit
-    code that is out of range."""
+    """Raise BadJson if a run's status, read from `path`, has a value of a wrong type or an impossible exit code."""
     try:
         require_kinds(status, STATUS_KINDS)
     except BadJson as error:
@@ -260,8 +256,7 @@ def log_write_errors(path: Path) -> Iterator[None]:
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     """Record in `run_status.json` how the run ended. Only one rank does this: rank 0 of a run that is done, or else the
-    rank that failed first. A rank that lost contact first waits for the report of a rank that failed. Errors of writing
-    are only logged.
+    rank that failed first, whose report a rank that lost contact awaits. Errors of writing are only logged.
 
     Returns:
         The failure report, if another rank failed first; else None.

@@ -52,6 +52,7 @@ def earlier_export(run: Path) -> str | None:
     saved = max((step_of(path) or 0 for path in list_checkpoints(run / FOLDER)), default=0)
     notes = read_notes(run / EXPORT)
     exported = notes.get("step")
+    # WHICH: the export is that of the step with the best validation, so an earlier step is intended
     if exported is None or exported >= saved or WHICH in notes:
         return None
     return (

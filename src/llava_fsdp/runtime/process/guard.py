@@ -119,11 +119,9 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
 
 
 def kill_rank(folder: Path, rank: int, pidfd: int, lost_peer: str, silent_seconds: float) -> None:
-    """Record why the rank is killed, unless a rank has already failed, and kill it.
+    """Record in the run's folder why a rank is killed, unless a rank has already failed, and kill it.
 
     Args:
-        folder: the run's folder, in which the reason is recorded.
-        rank: the rank to kill.
         pidfd: file descriptor of its process.
         lost_peer: how another rank on this machine has ended; empty if all others go on.
         silent_seconds: seconds since the rank's last sign of life.

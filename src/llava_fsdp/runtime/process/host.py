@@ -81,8 +81,7 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 def cpu_has_bf16(proc: Path = Path("/proc"), environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether every core has instructions for matrix products in bf16 (AVX512-BF16 or AMX; on ARM, BF16), and
-    oneDNN, whose kernels torch uses, may use them. False where the kernel does not list a CPU's features, as on
-    macOS."""
+    oneDNN, whose kernels torch uses, may use them. False where the kernel lists no features, as on macOS."""
     if environment.get("ONEDNN_MAX_CPU_ISA", "").upper() in ISA_WITHOUT_BF16:
         return False
     lines = (line.partition(":") for line in (read_kernel_file(proc / "cpuinfo") or "").splitlines())

@@ -60,8 +60,7 @@ def broken_package(error: ImportError) -> ConfigError | None:
 
 
 def build_of(package: str) -> str:
-    """Return the end of an error message: where to find the build of a package that fits the installed torch. Empty if
-    a package has only one build."""
+    """Return the end of an error message, where to find a package's build for this torch; empty if it has one build."""
     if package not in BUILT_WITH_TORCH:
         return ""
     return (

@@ -88,7 +88,7 @@ class LimitedProcess:
         any thread."""
         self._stopped = True
         process = self._process
-        if process is not None and self._owner == os.getpid():
+        if process is not None and self._owner == os.getpid():  # a forked copy must not end the process of the original
             process.kill()
 
     def _ask(self, request: dict[str, Any]) -> Answer:
@@ -112,9 +112,8 @@ class LimitedProcess:
         raise LimitBroken(f"ends the process that reads it (exit status {status})")
 
     def _running(self) -> "subprocess.Popen[bytes]":
-        """Return the process that answers requests. Start one if there is none, or if it belongs to the process from
-        which this one was forked. Raises LimitBroken after `stop`, with a message to which the caller adds the subject:
-        what a request reads."""
+        """Return the process that answers requests; start one if there is none, or if it belongs to the process from
+        which this one was forked. Raises LimitBroken after `stop`; the caller adds what is read to its message."""
         if self._stopped:
             raise LimitBroken("is not read, because the program ends")
         if self._process is not None and self._owner == os.getpid():
@@ -192,7 +191,7 @@ def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
             raise EOFError
         message += piece
         if size == HEAD.size and len(message) >= size:
-            size += sum(HEAD.unpack_from(message))
+            size += sum(HEAD.unpack_from(message))  # numbers of bytes of the JSON object and of what follows
             if until is not None and size > LARGEST_ANSWER:
                 raise EOFError
     text, _ = HEAD.unpack_from(message)
@@ -219,7 +218,7 @@ def serve(name: str, seconds: int, memory: int) -> None:
         present_bytes = int(file.read().split()[0]) * resource.getpagesize()
     set_limit(resource.RLIMIT_AS, present_bytes + memory * MiB)
     os.dup2(null_device, 2)  # errors from here on are those of requests, and are not shown
-    send(answers, {}, b"")
+    send(answers, {}, b"")  # ready for requests
     while True:
         try:
             request, _ = receive(requests)

@@ -34,8 +34,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 def ending_of(pidfd: int, pid: int) -> str:
-    """Return in words how another process has ended. Before Linux 6.15 this is known only until its parent has waited
-    for it."""
+    """Return in words how another process has ended; before Linux 6.15, known only until its parent waited for it."""
     status = status_of_zombie(pid)  # tried first, because the zombie may be gone a moment later
     if status is None:
         status = status_of_reaped(pidfd)
@@ -70,8 +69,7 @@ def status_of_zombie(pid: int) -> int | None:
 
 
 def status_of_reaped(pidfd: int) -> int | None:
-    """Return the wait status of an ended process, also after its parent has waited for it; None if unknown. Needs Linux
-    6.15."""
+    """Return the wait status of an ended process, also one that was waited for; None if unknown. Needs Linux 6.15."""
     info = bytearray(PIDFD_INFO.size)
     struct.pack_into("=Q", info, 0, PIDFD_INFO_EXIT)  # the mask: what to fill in
     try:

@@ -34,8 +34,7 @@ class RunDirLock:
         """Record the identity (device and inode) of the locked folder of a run, and the content of its lock file.
 
         Args:
-            handle: descriptor of the locked lock file. Its number stays the same if the file is replaced and opened
-                again.
+            handle: descriptor of the locked lock file; it stays the same if the file is replaced and opened again.
             private: whether only the owner can read the folder if it has to be created again.
         """
         self.folder, self.handle, self.private = folder, handle, private
@@ -45,11 +44,8 @@ class RunDirLock:
 
     def check_folder(self) -> FolderChange | None:
         """Return what happened to the run's folder; None if it is intact or cannot be checked. A replaced lock file is
-        locked again. Needs two calls of stat.
-
-        Some file systems (FUSE, overlays) may change a folder's inode number. Then the content of the lock file
-        decides.
-        """
+        locked again. Where a file system (FUSE, overlays) has changed the folder's inode number, the content of the
+        lock file decides."""
         with self.one_at_a_time:
             try:
                 folder_now = self.find_folder()
@@ -78,15 +74,14 @@ class RunDirLock:
 
     def check_content(self, folder_now: tuple[int, int]) -> FolderChange | None:
         """Find out by the content of the lock file whether the folder at the run's path is still this run's. If so,
-        lock the file again and return None; else return what happened. `folder_now`: identity of the folder that is
-        there now."""
+        lock the file again and return None; else return what happened. `folder_now`: its device and inode."""
         if folder_now != self.folder_identity and not self.has_own_content():
             return FolderChange("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):  # `lock_again` would refuse to open it
             os.unlink(self.folder / LOCK_FILE)
         try:
             return self.lock_again()
-        except FileNotFoundError:
+        except FileNotFoundError:  # `check_folder` reports that the folder is gone
             raise
         except OSError as error:
             self.warn(f"{LOCK_FILE} cannot be locked again ({error}): make sure that no second run uses the folder")

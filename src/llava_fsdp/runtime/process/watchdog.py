@@ -111,10 +111,8 @@ class Watchdog:
 
         Args:
             folder: the run's folder; None: the working directory.
-            rank: number of this rank.
             limit: seconds that a collective may wait for other ranks. The attribute may be changed later.
-            warn_after: seconds that this rank waits before it reports which ranks it waits for. None: other ranks are
-                not watched.
+            warn_after: seconds of waiting after which the awaited ranks are reported. None: no rank is watched.
             run: object whose methods the watchdog calls; None for a process without a run.
         """
         self.folder = folder or Path()
@@ -205,7 +203,7 @@ class Watchdog:
     def step_done(self) -> None:
         """Record that a training step has ended, and how long it took. From the first one on, a signal to stop takes
         effect at the end of a step. Rank 0 also records the first one in the run's folder."""
-        if not self.is_in_steps and self.is_entered and self.rank == 0:
+        if not self.is_in_steps and self.is_entered and self.rank == 0:  # the first step, with a watchdog that runs
             with contextlib.suppress(OSError):
                 mark_stepped(self.folder)
         now = time.monotonic()
@@ -271,13 +269,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching_peers(self, ranks: list[tuple[int, str, int]], is_guarded: bool = False) -> Iterator[None]:
-        """Context manager in which this rank ends when other ranks end or stall. Its body contains the run's last
-        barrier.
+        """Context manager in which this rank ends when others end or stall. Its body contains the run's last barrier.
 
         Args:
             ranks: (rank, host name, process id) of every rank.
-            is_guarded: whether a process of its own (guard.py) kills this rank if the watchdog's thread stands still,
-                as in a call that waits for a GPU.
+            is_guarded: whether another process (guard.py) kills this rank if a call that waits for a GPU blocks the
+                watchdog's thread.
         """
         self.size, self.has_met = len(ranks), True
         here = socket.gethostname()
@@ -325,7 +322,7 @@ class Watchdog:
             for handle in self.peers:
                 poll.register(handle, select.POLLIN)
         events = [handle for handle, _ in poll.poll(1000 * seconds)]
-        if self.is_ending.is_set() and not self.lost_peer:
+        if self.is_ending.is_set() and not self.lost_peer:  # the run has ended, and not because a rank was lost
             return
         for handle in events:
             if handle in self.peers and self.size > 1:
@@ -345,8 +342,7 @@ class Watchdog:
 
         If a signal may end the process (`ends_process`), there is nothing to do: the watchdog's thread gets the signal
         through its pipe. Otherwise the process belongs to a program that goes on after the training. A signal to stop
-        then has the effect that it had before the watchdog was entered; in the training steps, only from the second
-        such signal on.
+        then has the effect that it had before the watchdog was entered; in training steps, from the second one on.
         """
         if number == signal.SIGUSR1 or self.run.ends_process:
             return
@@ -429,9 +425,8 @@ class Watchdog:
         return beat
 
     def beat(self) -> None:
-        """Write this rank's heartbeat and read the others'. End the process if another rank has failed, if the ranks
-        have not met in time, or if ranks have waited too long for others. With `warn_after` None, only write the
-        heartbeat."""
+        """Write this rank's heartbeat and, unless `warn_after` is None, read the others'. End the process if another
+        rank has failed, if the ranks have not met in time, or if ranks have waited too long for others."""
         self.run.check_folder()
         beat = self.write_beat()
         if self.guard is not None:
@@ -471,13 +466,12 @@ class Watchdog:
             f"the ranks have not met at {place} within comm.init_timeout={self.limit} seconds, and rank {self.rank} is "
             f"blocked in a call that does not return: does rank 0's store answer there? See {self.folder / STACKS}"
         )
-        self.kill_unmet()
+        self.kill_unmet()  # kills this machine's ranks without heartbeats: they may not react to SIGTERM
         self.end(Outcome(ENDINGS["communication"], reason))
 
     def kill_unmet(self) -> None:
         """Kill the ranks of this machine that write no heartbeats. They may be blocked before they could handle
-        SIGTERM. torchrun would wait for their end: half a minute if the user started it, `STOP_SECONDS`
-        (process_end.py) if `llava-fsdp` did."""
+        SIGTERM; torchrun would wait for them: half a minute, or `STOP_SECONDS` if `llava-fsdp` started it."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         beats = [beat for rank in here if (beat := read_beat(self.folder, rank)) is not None]
@@ -486,8 +480,7 @@ class Watchdog:
                 os.kill(pid, signal.SIGKILL)
 
     def warn(self, waiting: float, late: list[Late]) -> None:
-        """Write this rank's stack traces, and log which ranks are late, less and less often. `waiting`: seconds since
-        this rank last made progress."""
+        """Write this rank's stack traces, and log late ranks, ever less often. `waiting`: seconds without progress."""
         if not self.has_dumped_stacks:
             self.has_dumped_stacks = True
             faulthandler.dump_traceback(self.stacks, all_threads=True)
@@ -533,7 +526,7 @@ class Watchdog:
         """
         time.sleep(PATIENCE_SECONDS)
         first = first_failure(self.folder)
-        self.kill_frozen()
+        self.kill_frozen()  # ranks without heartbeat, on whose end torchrun would wait half a minute
         code = int(first["exit_code"]) if first else int(ENDINGS["communication"].exit_code)
         if code == ENDINGS["stopped"].exit_code and not self.was_signalled:
             end_torchrun()
@@ -550,7 +543,7 @@ class Watchdog:
             (log().info if outcome.ending.name == "stopped" else log().error)(
                 "%s: %s", outcome.ending.name, outcome.reason
             )
-        self.kill_frozen()
+        self.kill_frozen()  # ranks of this machine without heartbeats, for whose end torchrun would wait
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
@@ -571,8 +564,7 @@ class Watchdog:
 
 
 def open_new(path: Path) -> TextIO:
-    """Open a new text file that only its owner can read. An existing file that is not empty is renamed to `NAME.N.txt`
-    (N = 1, 2, ...)."""
+    """Open a new text file that only its owner can read. One that exists and is not empty becomes `NAME.N.txt`."""
     if os.path.lexists(path) and (path.lstat().st_size or not path.is_file()):
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))

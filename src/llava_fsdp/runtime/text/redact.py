@@ -77,8 +77,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Return the text that `re.sub` puts in place of a match of `name=value` or `--name value`: the value becomes `***`
-    if the name is that of a secret."""
+    """Return what `re.sub` puts for a match of `name=value` or `--name value`: with `***` for the value of a secret."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

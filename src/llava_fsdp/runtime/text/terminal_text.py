@@ -69,8 +69,7 @@ class Guarded:
 
 
 def guard_streams() -> None:
-    """Make stdout and stderr escape control characters. Call this before libraries keep references to them. A second
-    call changes nothing."""
+    """Make stdout and stderr escape control characters. To be called before libraries keep references to them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Guarded):

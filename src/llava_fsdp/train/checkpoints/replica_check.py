@@ -22,12 +22,11 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Check that the weights, moments, buffers and counters that several ranks hold are equal. Collective. `parent`:
-    folder of the run's checkpoints.
+    """Check that the weights, moments, buffers and counters that several ranks hold are equal. Collective.
 
     Raises:
-        ReplicaError: something differs. Raised on every rank; names the ranks and tensors that differ and the last
-            checkpoint.
+        ReplicaError: something differs. Raised on every rank; names the ranks and tensors that differ, and the last
+            checkpoint in the folder `parent`.
     """
     if rank_and_size()[1] == 1:
         return
@@ -42,8 +41,8 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 
 
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
-    """Return the tensors that differ between ranks with the same stages, and the counters that differ between any
-    ranks. Collective."""
+    """Return the tensors that differ between ranks with the same stages, and the counters that differ between ranks.
+    Collective."""
     number, size = pipeline.equal_ranks  # this is number `number` of the `size` consecutive ranks with these stages
     layouts = checksums_of_rank(all_tensors(state), {}, size)
     in_stage = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
@@ -73,8 +72,8 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def replica_error(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """Build the error for tensors and counters that should be equal, but are not. `hosts`: host name of each rank;
-    `parent`: folder of the run's checkpoints."""
+    """Build the error for tensors and counters that should be equal, but are not (`found`). `hosts`: host name of each
+    rank; `parent`: folder of the run's checkpoints."""
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

@@ -79,12 +79,11 @@ records are read from disk."""
 def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) -> Path | None:
     """Load the checkpoint that `checkpoint.resume` selects into the state, and return its folder; None if training
     starts at step 0. Checkpoints of later steps are moved into a folder `old-N`. Collective. `weights_are_missing`:
-    whether weights that the checkpoint has were not read from their sources (`without_saved_sources`), so that training
-    cannot start at step 0.
+    weights that the checkpoint has were not read before (`without_saved_sources`), so that training cannot start at
+    step 0.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, or the selected one was written with another model, dataset or
-            recipe.
+        CheckpointError: all checkpoints are damaged, or the selected one is of another model, dataset or recipe.
         ModelError: the checkpoint has adapters whose base model had another configuration.
     """
     checkpoint = choose_checkpoint(cfg)
@@ -128,8 +127,7 @@ def resume(state: TrainState, cfg: Config, weights_are_missing: bool = False) ->
 
 
 def find_best(cfg: Config) -> Path:
-    """Return the folder of the best checkpoint of a run (`checkpoint.best`). Raise CheckpointError if it keeps none.
-    Collective."""
+    """Return the folder of a run's best checkpoint (`checkpoint.best`), or raise CheckpointError. Collective."""
     output = Path(cfg.output_dir)
     return on_first_rank(lambda: best_checkpoint(output), f"cannot look for checkpoints in {output}")
 
@@ -146,8 +144,7 @@ def load_weights_of(state: TrainState, folder: Path) -> None:
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raise CheckpointError if a tensor from a checkpoint has a value on this rank that is NaN or infinite. Tensors of
-    8 bits and integers are not checked."""
+    """Raise CheckpointError if a checkpoint's tensor of floats above 8 bits has NaN or infinity on this rank."""
     for name, tensor in tensors.items():
         own = local(tensor)
         is_checked = own.is_floating_point() and own.element_size() > 1 and own.numel()
@@ -240,12 +237,8 @@ def without_saved_sources(cfg: C) -> C:
 
 def check_settings(cfg: Config) -> None:
     """Check, before a model is built, that the settings agree with those of the checkpoint from which the run would
-    resume. A checkpoint that cannot be read is ignored here, because it is verified and reported later.
-
-    Raises:
-        ConfigError: settings have changed that must stay the same; the message lists them and says what the user can
-            do.
-    """
+    resume. Raises ConfigError, which lists the changed ones and a remedy, if settings have changed that must stay the
+    same. A checkpoint that cannot be read is ignored here, because it is verified and reported later."""
     try:
         folder_and_settings = settings_to_continue(cfg)
         if folder_and_settings is None:

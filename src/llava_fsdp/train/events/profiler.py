@@ -37,8 +37,7 @@ class StepProfiler(RunEvents):
     number 1. The profile of a step includes the time of waiting for its data."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
-        """Prepare the profiler, which is started later. `steps`: the first and the last step to profile, counted from 1
-        in this process."""
+        """Prepare the profiler, to start later. `steps`: first and last step to profile, from 1 in this process."""
         self.first, self.last = steps
         self.folder = Path(cfg.output_dir) / FOLDER
         self.rank = rank
@@ -84,8 +83,7 @@ class StepProfiler(RunEvents):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Stop torch's profiler, and write its trace, the CUDA memory history and an HTML page. Raises StorageError if
-        a file cannot be written."""
+        """Stop torch's profiler; write trace, CUDA memory history and HTML page. Raises StorageError if that fails."""
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()

@@ -132,8 +132,7 @@ class OwnEvent(RunEvents):
             call: calls the method.
 
         Raises:
-            EventError: the observer has raised an exception. Errors of this package and KeyboardInterrupt are not
-                converted.
+            EventError: the observer has raised an exception other than this package's and KeyboardInterrupt.
         """
         try:
             call()

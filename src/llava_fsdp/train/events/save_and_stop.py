@@ -47,13 +47,8 @@ class RunController(RunEvents):
         watchdog: Watchdog,
         dir_lock: RunDirLock | None = None,
     ):
-        """Create the controller, which saves checkpoints when they are due, and saves or stops when a user or scheduler
-        asks.
-
-        Args:
-            saver: None if no step is left to do.
-            dir_lock: on rank 0 the lock on the run's folder; None on other ranks.
-        """
+        """Create the controller. `saver` is None if no step is left to do; `dir_lock` is rank 0's lock on the run's
+        folder, and None on other ranks."""
         self.dir_lock = dir_lock
         self.state = state
         self.saver = saver
@@ -66,7 +61,7 @@ class RunController(RunEvents):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the current state is on disk, or is being written to it."""
+        """Whether the current state need not be saved: it is on disk or being written, or no step was taken yet."""
         saved = self.saver.saved_step if self.saver is not None else None
         return self.state.step in (self.first_step, saved)
 
@@ -90,8 +85,7 @@ class RunController(RunEvents):
         on disk, or being written (`is_kept`), is not saved again. Collective.
 
         Raises:
-            Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error` is
-                `warn`.
+            Stopped: on request. The state is on disk, unless saving failed and `checkpoint.on_save_error=warn`.
             FolderLost: the run's folder was deleted or moved, or belongs to another run now.
         """
         votes = Votes(
@@ -116,12 +110,8 @@ class RunController(RunEvents):
         self.before_step()
 
     def on_best(self, step: int | None) -> None:
-        """Save the current state if its validation is the best so far, and keep the checkpoint of that step.
-        Collective.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-        """
+        """Save the current state if its validation is the best so far, and keep the checkpoint of the best step, `step`
+        (None: no validation has a finite number). Collective. Raises CheckpointError if it cannot be written."""
         if self.saver is None:  # no step is left, and the checkpoint of the last one is there
             if own_rank() == 0:
                 write_best(Path(self.cfg.output_dir) / FOLDER, step)
@@ -136,14 +126,14 @@ class RunController(RunEvents):
         return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
 
     def save(self) -> None:
-        """Begin to save the current state. Raises CheckpointError or NumericError if the previous save has failed, and
-        FolderLost."""
+        """Begin to save the current state as a checkpoint. Raises CheckpointError or NumericError if the previous save
+        has failed, and FolderLost if the run's folder was deleted, moved or replaced."""
         self.watchdog.at(Phase.CHECKPOINT)
         assert self.saver is not None
         with self.lost_folder_explained():
             self.saver.save()
         if own_rank() == 0:
-            write_expert_load(self.state, Path(self.cfg.output_dir))
+            write_expert_load(self.state, Path(self.cfg.output_dir))  # tokens per expert, of a model with experts
         self.is_save_due = False
 
     def finish(self) -> None:
@@ -197,7 +187,7 @@ class RunController(RunEvents):
             yield
         except (CheckpointError, ModelError) as error:
             if not isinstance(error, FolderLost):
-                self.stop_if_lost()
+                self.stop_if_lost()  # raises FolderLost
             raise
 
     def stop_if_lost(self) -> None:
@@ -296,8 +286,7 @@ def open_saver(
 
     Args:
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
-        adapter_folder: how rank 0 writes the LoRA adapters into each checkpoint; None without adapters and on other
-            ranks.
+        adapter_folder: writes the LoRA adapters into each checkpoint; None without adapters, and on ranks other than 0.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.

@@ -12,7 +12,7 @@ class Timeouts(RunEvents):
     weights are loaded and kernels compiled."""
 
     def __init__(self, meshes: Meshes, seconds: int, watchdog: Watchdog):
-        """Prepare a timeout of `seconds` for collectives, which is set after the first step; before, it is longer."""
+        """Set nothing yet. `meshes`: their process groups get the timeout; `watchdog`: gets `seconds` as its limit."""
         self.meshes = meshes
         self.seconds = seconds
         self.watchdog = watchdog

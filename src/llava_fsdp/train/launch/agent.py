@@ -71,6 +71,7 @@ def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
         return {"reason": f"torchrun's agent got {signal.Signals(error.sigval).name}"}
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        # negative after a signal: then the code is not known (0)
         return {"reason": f"rank {rank} {how_ended(failure.exitcode)}", "code": max(0, failure.exitcode)}
     except (RendezvousError, DistError) as error:
         return {"reason": f"{NOT_MET} ({type(error).__name__}: {str(error)[:1000]})", "code": ExitCode.COMMUNICATION}

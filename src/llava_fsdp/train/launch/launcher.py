@@ -60,7 +60,8 @@ AGENT_ENDS = 1.0
 
 
 def main() -> None:
-    """Run `llava-fsdp train`: check the configuration before torch is imported, and start the ranks."""
+    """Run `llava-fsdp train`: check the configuration before torch is imported, and start the ranks with torchrun."""
+    # WORLD_SIZE is a mistake if the user or a scheduler has set it, and not torchrun for a rank that runs this command
     ranks_given = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" not in os.environ else "1"
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]  # set if a rank of another training has started this process
@@ -82,7 +83,7 @@ def main() -> None:
     except LlavaFsdpError as error:
         log().error("%s: %s", type(error).__name__, error)
         if flags and not is_one_machine(flags):
-            end_others(flags)
+            end_others(flags)  # the other machines, which wait for this one
         sys.exit(error.exit_code)
     if cfg is None:  # nothing is trained, so that this process can run the command itself
         sys.argv[1:] = words
@@ -93,11 +94,8 @@ def main() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into (torchrun's flags, as `--name=value`; all others).
-
-    Raises:
-        ConfigError: a flag is not one of torchrun's, or torchrun would not accept its value.
-    """
+    """Split arguments into (torchrun's flags, as `--name=value`; all others). Raise ConfigError for an unknown flag, or
+    a value that torchrun would not accept."""
     flags: list[str] = []
     rest: list[str] = []
     given = iter(words)
@@ -129,11 +127,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def read_training(words: list[str]) -> Config | None:
     """Read the configuration from the arguments (without torchrun's flags), as the ranks will do. None if the command
-    does not train, but only prints something or measures memory (`dry_run`).
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
+    does not train, but only prints something or measures memory (`dry_run`). Raises ConfigError if it is invalid."""
     if {word.partition("=")[0] for word in words} & PRINTS:
         return None
     sys.argv[1:] = list(words)
@@ -197,8 +191,7 @@ class Launch:
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
         """Run a training to its end, with torchrun's `flags` and the training's arguments `words`. Return the report of
-        the rank that failed first, or of the agent about its own failure: a dict with `reason` and, if known, `code`;
-        empty if nothing failed."""
+        the rank that failed first, or of the agent itself: {`reason`, `code` if known}; empty without a failure."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` receives the signals
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_SECONDS, **os.environ}
         report, agent_end = os.pipe()

@@ -30,7 +30,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Architecture:
-    """Build the model on the meta device, as it will be trained on `device`. `own`: parts that the program gives.
+    """Build the model on the meta device, as it will be trained on `device`. `own`: a loss and a projector that the
+    program which calls this package gives in place of the configured ones.
 
     Raises:
         ConfigError: the device or the model does not support the configuration.
@@ -80,7 +81,6 @@ def shape_of(model: Architecture) -> ModelShape:
 
 
 def mean_counts(records: Records) -> tuple[float, float, float, float]:
-    """Return the mean number of tokens, pairs of tokens, labels and tiles of a sample, by which a model is divided into
-    stages."""
+    """Return a sample's mean number of tokens, pairs of tokens, labels and tiles, to divide a model into stages."""
     pairs = float((records.lengths.astype(np.float64) ** 2).mean())
     return float(records.lengths.mean()), pairs, float(records.labels.mean()), float(records.tiles.mean())

@@ -54,12 +54,12 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
-    read = without_saved_sources(cfg)
+    read = without_saved_sources(cfg)  # `cfg` without files that a resumed run reads from its checkpoint instead
     check_artifacts(artifacts_of(parts, projector, read.model), world.local_rank, world.local_size, world.is_first)
     sources = find_sources(read, model, projector)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
-    adapter_folder.check_base(model, read.model, digests)
+    adapter_folder.check_base(model, read.model, digests)  # that a LoRA adapter to continue from fits this base model
     # identifies the weights with which training begins, if the reference of preference pairs is computed from them now
     start_digest = ""
     if cfg.data.pairs and cfg.pair_reference is PairReference.stored and not continues(cfg):
@@ -140,6 +140,7 @@ def open_held_out_data(cfg: Config, world: World, model: Architecture) -> HeldOu
     """Open the validation data, and check that all ranks see the same records. Rank 0 warns if a file of them is also
     trained on. Collective."""
     positions = model.language_config.max_position_embeddings
+    # `own` is the configuration for the validation data, `choose` makes the sampler from the records
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
     if world.is_first:
@@ -148,12 +149,9 @@ def open_held_out_data(cfg: Config, world: World, model: Architecture) -> HeldOu
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: each machine may read its own copy of the files. Collective. `keys`:
-    the settings that name the data, for the message.
-
-    Raises:
-        DataError: ranks see other records than rank 0. Raised on every rank, naming these ranks.
-    """
+    """Check that all ranks see the same records: each machine may read its own copy of the files. Raise DataError on
+    every rank, with the numbers of the ranks that differ from rank 0. Collective. `keys`: the settings that name the
+    data, for the message."""
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:

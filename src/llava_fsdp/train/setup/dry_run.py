@@ -98,8 +98,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
     """Run two training steps on this rank and measure memory. The other ranks are simulated or real. Return what is
-    printed with format=json. `contents`: numbers of tokens, images and labels in every micro-batch; None: the largest
-    possible numbers.
+    printed with format=json. `contents`: numbers of tokens, images and labels of a micro-batch; None: the largest.
 
     Raises:
         NumericError: no step updated the weights, so that the optimizer's states could not be measured.
@@ -200,7 +199,7 @@ def draw_shards(model: Architecture, masters: MasterWeights) -> None:
         rule = draw_rule(model, name)
         if name in packed:  # a quantized weight: any bytes are valid codes
             first.view(torch.uint8).random_()
-            packed[name].draw_scales(2 * rule.scale)
+            packed[name].draw_scales(2 * rule.scale)  # values up to two standard deviations
             continue
         match rule.kind:
             case Rule.ONES:

@@ -43,14 +43,12 @@ class RecordSource(Protocol):
 
 
 def with_source(cfg: Config, source: RecordSource | None) -> Config:
-    """Return a configuration that trains on the records of a program's source, which rank 0 writes into a file of
-    `output_dir`. The other ranks wait for the file, up to `comm.init_timeout` seconds. Without a source, the
-    configuration is returned unchanged.
+    """Return a configuration that trains on the records of a program's source, which rank 0 writes into a file in
+    `output_dir`. Other ranks wait for it, up to `comm.init_timeout` seconds. Without a source, return `cfg` unchanged.
 
     Raises:
         CommunicationError: rank 0 has not written the file in time.
-        ConfigError: a dataset other than the generated one (`shapes`) is configured, too, or the source lacks
-            something.
+        ConfigError: a dataset other than the generated one (`shapes`) is also configured, or the source lacks a member.
         SourceError: the source has raised an exception.
     """
     if source is None:
@@ -86,8 +84,7 @@ def write_records(source: RecordSource, path: Path) -> None:
 
 
 def line_of(source: RecordSource, number: int) -> bytes:
-    """Return record `number` of a program's source as a line of JSON. Raises SourceError if the source fails, or
-    returns no dict, or one that is not JSON."""
+    """Return record `number` of a program's source as a line of JSON. Raises SourceError if it gives no JSON dict."""
     try:
         record = source[number]
         if not isinstance(record, dict):

@@ -58,14 +58,15 @@ class StoredReference:
     """float32 [samples, 2]; NaN where the value is not known yet, or the record could not be read."""
 
     def write(self, path: Path) -> None:
-        """Write the log-probabilities and their metadata to `path`, in place of an earlier file."""
+        """Write the reference model's log-probabilities, and their metadata, to `path`, replacing an earlier file."""
         facts = {name: str(value) for name, value in vars(self).items() if name != "table"}
         content = save({TABLE: self.table.cpu()}, {key: json.dumps(value) for key, value in facts.items()})
         replace_file(path, content, durable=True)  # every later checkpoint needs it
 
     @classmethod
     def read(cls, path: Path) -> "StoredReference | None":
-        """Read the file; return None if there is none. Raise ModelError if it is damaged."""
+        """Read the file with the log-probabilities of a reference model for pairs of answers; return None if it does
+        not exist. Raise ModelError if it is damaged."""
         if not path.exists():
             return None
         with library_errors(f"{path} is damaged; remove it and start over with checkpoint.resume=never"):
@@ -123,8 +124,9 @@ class ReferenceFile:
 def open_reference(
     state: TrainState, reference: ReferenceFile, resumed: bool, progress: Callable[[], None]
 ) -> torch.Tensor:
-    """Return the log-probabilities in a file of the chosen and the rejected answer of each sample, float32 [samples,
-    2], on the device. At the start of a run, those that the file lacks are computed. Collective.
+    """Return the log-probabilities, by the model at the start of the run, of the chosen and the rejected answer of each
+    sample, float32 [samples, 2], on the device. They are read from a file; those that it lacks are computed at the
+    start of a run. Collective.
 
     Args:
         reference: the file, and the samples that it is about.
@@ -156,7 +158,7 @@ def open_reference(
         )
     opened = reference.open_loader()
     batches = batches_digest(opened)
-    # `done` counts batches, so that the values of other batches cannot be used: begin anew
+    # the file counts batches that are done (here 0), so that the values of other batches cannot be used: begin anew
     if stored is None or stored.batches != batches:
         table = torch.full((len(loader.steps.records), 2), math.nan)
         stored = StoredReference(state.start_digest, data, batches, run, 0, table)
@@ -178,8 +180,8 @@ def batches_digest(loader: Loader) -> str:
 def compute(
     state: TrainState, loader: Loader, path: Path, start: StoredReference, progress: Callable[[], None]
 ) -> torch.Tensor:
-    """Run forward passes over the batches that `start` does not have, write the table of log-probabilities into the
-    file `path` now and then and at the end, and return it, on the device. Collective.
+    """Run forward passes over the batches that `start` does not have, write the table of log-probabilities, float32
+    [samples, 2], into the file `path` now and then and at the end, and return it, on the device. Collective.
 
     Args:
         loader: gives each sample once.
@@ -210,6 +212,7 @@ def compute(
         (watch if world.is_first else watch_silently)("reference of pairs", last - done) as advance,
     ):
         for step in loader.steps_from(done):
+            # None ends the steps only for a caller that passes `give_up`
             assert step is not None, "nobody gives up"
             progress()
             for micro in loader.agree(step).micro_batches:

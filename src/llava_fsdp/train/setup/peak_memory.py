@@ -15,8 +15,8 @@ class PeakMeter:
     the reserved memory, on a CPU the resident memory without mapped files (such as the code of libraries)."""
 
     def __init__(self, device: torch.device):
-        """Begin to measure the peak memory of this process on `device`. Unused memory is given back first, so that it
-        does not count."""
+        """Begin to measure this process's peak memory on `device`. Unused memory is given back first, so that it does
+        not count."""
         self.device = device
         gc.collect()
         if device.type == "cuda":
@@ -52,7 +52,6 @@ def trim_heap() -> None:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak of resident memory (VmHWM) to its present value (Linux, `man 5 proc`: clear_refs), if that is
-    permitted."""
+    """Reset the peak of resident memory (VmHWM) to its present value (`man 5 proc`: clear_refs), if permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -49,12 +49,8 @@ FEW_STEPS = 20
 
 
 def preflight(cfg: Config, device: torch.device) -> list[str]:
-    """Make all checks that a training makes before it reads records or values of weights. Return the warnings that it
-    would log.
-
-    Raises:
-        ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
-    """
+    """Make all checks that a training makes before it reads records or weights. Return its warnings. Raises the error
+    with which a training would end if a check fails."""
     check_run(cfg)
     cfg, _ = settle_precision(cfg, [has_bf16(device)], device.type)
     cfg, _ = settle_packing(cfg, find_parts_of_run(cfg))
@@ -74,13 +70,11 @@ def warn_if_refused(cfg: Config, is_for_this_machine: bool = True) -> str:
     would have to be downloaded, only paths are checked.
 
     Args:
-        is_for_this_machine: whether the training would run on this machine. Otherwise what depends on the device is not
-            checked.
+        is_for_this_machine: whether the training would run here; if not, what depends on the device is not checked.
 
     Returns:
         A remark to log after the command's own results if only the projector is missing, because `stage=pretrain` has
-            not trained it yet; otherwise an empty text. This is not a warning: all stages may be planned before the
-            first one is trained.
+            not trained it yet; else empty. No warning: all stages may be planned before the first is trained.
 
     Raises:
         ConfigError: a path that the configuration names does not exist.
@@ -123,9 +117,10 @@ def check_run(cfg: Config) -> None:
     projector = find_projector(cfg)  # before an index of the data is made, which may take hours
     for path in (projector, cfg.model.checkpoint):
         run = run_of(Path(path)) if path is not None else None
+        # warn if the run has a newer checkpoint than the export that this training would begin with
         if run is not None and (earlier_step_message := earlier_export(run)) is not None:
             log().warning("%s", earlier_step_message)
-    for key in ("language", "vision", "checkpoint"):
+    for key in ("language", "vision", "checkpoint"):  # refuse the folder of an unfinished export
         refuse_staged(getattr(cfg.model, key) or "", f"model.{key}")
     refuse_staged(cfg.model.lora.checkpoint or "", "model.lora.checkpoint")
 
@@ -134,8 +129,8 @@ def find_parts_of_run(cfg: Config) -> Parts:
     """Find the folders of the language model and the vision encoder, and read their configurations.
 
     Raises:
-        ConfigError, ModelError: a part is missing. If the run continues from a checkpoint, the message says why the
-            checkpoint does not replace it.
+        ConfigError, ModelError: a part is missing. If the run continues from a checkpoint, the message says why that is
+            not enough.
     """
     try:
         return find_parts(cfg.model)
@@ -163,19 +158,16 @@ def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
     """
     parts = find_parts_of_run(cfg)
+    # without files that a resumed run reads from its checkpoint instead, and that may be gone
     projector = find_projector(without_saved_sources(cfg))
     return build_model(cfg, parts, device, own), projector
 
 
 def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> dict[str, Stored]:
     """Return the source of the initial values of every parameter of a model, which is on the meta device: tensors in
-    files, or a random distribution. `projector`: path of the projector's file or folder; None: it has no path of its
-    own.
-
-    Raises:
-        ModelError: no file contains a parameter, or a file contains it with another shape. If the projector was trained
-            with another language model or vision tower, the message names these.
-    """
+    files, or a random distribution. `projector`: its file or folder; None: it has no path of its own. Raise ModelError
+    if no file contains a parameter, or one contains it with another shape; if the projector was trained with another
+    language model or vision tower, the message names these."""
     try:
         return find_weights(model, model.parts, cfg.model, projector, cfg.seed)
     except ModelError as error:
@@ -220,8 +212,8 @@ def check_prompts(cfg: Config, model: Architecture) -> list[str]:
 
 
 def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
-    """Return a warning, in a list, if the conversation template is Vicuna's (v1) although the language model, of
-    `model_type` `kind`, is another."""
+    """Return a warning, in a list, if the conversation template is Vicuna's (v1) although the language model's
+    `model_type`, `kind`, is another."""
     # Llama 3 has the `model_type` of Llama 2 and a larger vocabulary
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.trained_template != VICUNA or (kind == "llama" and not is_llama_3):
@@ -277,9 +269,8 @@ def with_template(cfg: C, parts: Parts) -> C:
 
 def with_template_of_class(cfg: C, parts: Parts) -> C:
     """Return the configuration with `data.template=auto` and `chat_template` replaced by the name of the chat template
-    in the folder of a model that is trained as its class in transformers. Other names are kept: a resumed run has
-    recorded the template's own name, and `check_abilities` refuses all others later. Raise ConfigError if the folder
-    has no chat template."""
+    in the folder of a model that is trained as its class in transformers. Raise ConfigError if it has none. Other names
+    are kept: a resumed run has recorded the template's own name, and `check_abilities` refuses all others later."""
     if cfg.data.template not in (AUTO, OWN):
         return cfg
     name = own_name(parts.language_folder)

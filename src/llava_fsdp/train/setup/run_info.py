@@ -124,8 +124,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the git commit of the checkout from which this package runs, with `-dirty` appended if files have changed;
-    None without a checkout."""
+    """Return the git commit of this package's checkout, with `-dirty` if files have changed; None without one."""
     root = Path(__file__).resolve().parents[4]
     if not (root / ".git").exists():
         return None

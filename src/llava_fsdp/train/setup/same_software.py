@@ -58,8 +58,7 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 
 def readers_of_software(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that read the versions of software that must be the same on all ranks, because another version
-    could change results."""
+    """Return functions that read versions of software, which must be equal on all ranks as they can change results."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,

@@ -249,7 +249,8 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
-    """Say how the rows of a global batch are divided among micro-batches and ranks."""
+    """Say how the rows of a global batch (a padded sample each, or several packed ones) are divided among micro-batches
+    and ranks. The sampler llava_v1_5 fixes the samples of each micro-batch, which packing puts into one row."""
     if cfg.sampler.name is not SamplerName.llava_v1_5 and cfg.packs:
         ranks = cfg.parallel.ranks_per_row
         each = "each rank" if ranks == 1 else f"each {ranks} ranks, which process a row together"

@@ -23,8 +23,7 @@ def freeze_unused(model: Architecture, loader: Loader, precision: PrecisionConfi
 
     Raises:
         ConfigError: such a model cannot compute with the dtypes of its weights.
-        ModelError: its class in transformers cannot compute on the meta device with an image, or with a video of a
-            dataset with videos.
+        ModelError: its class in transformers cannot run on the meta device with an image, or with a video of the data.
     """
     reader, encoder = loader.steps.image_reader, loader.steps.encoder
     if not isinstance(encoder, ProcessorEncoder):

@@ -26,8 +26,7 @@ class ExpertSums:
         """Begin a step.
 
         Args:
-            outputs: keeps what the routers return, one router for each layer with experts; None: the model has no
-                routers, or they are not watched.
+            outputs: keeps what the routers return, one for each layer with experts; None: there is nothing to watch.
             facts: has the number of tokens of the step on all ranks.
             coefficient: factor of the load-balance loss in the trained loss (`model.balance_loss`).
         """
@@ -40,17 +39,16 @@ class ExpertSums:
             self.total = torch.zeros((), device=device)
             """The load-balance loss, float32 []."""
             self.loads = torch.zeros(outputs.count, outputs.experts, device=device)
-            """The load of each expert of each layer, float32 [layers, experts]; 0 for layers that this rank does not
-            have."""
+            """Number of tokens that each expert of each layer gets, float32 [layers, experts]; 0 for layers that this
+            rank does not have."""
 
     def keep(self) -> AbstractContextManager[list[RouterOutput]]:
         """Context manager for a forward pass: it yields the list to which each router adds its output."""
         return self.outputs.keep() if self.outputs is not None else nullcontext([])
 
     def add(self, micro: MicroBatch, kept: list[RouterOutput], loss: torch.Tensor) -> torch.Tensor:
-        """Add a forward pass to the sums, and return the loss to train: `loss`, that of the labels, plus the
-        load-balance loss. `kept`, what the routers returned, is emptied, so that it takes no memory in the backward
-        pass."""
+        """Add a forward pass to the sums. Return the loss to train: `loss`, that of the labels, plus the load-balance
+        loss. Empty `kept`, what the routers returned, so that it takes no memory in the backward pass."""
         if self.outputs is None:
             return loss
         # whether this rank has the routers of all layers; otherwise others are in stages on other ranks
@@ -70,8 +68,7 @@ class ExpertSums:
     def add_balance(self, micro: MicroBatch, kept: list[RouterOutput]) -> torch.Tensor | None:
         """Add the outputs of routers in one forward pass to the sums, and empty `kept`, the list of these outputs.
         Return the load-balance loss times its coefficient, float32 []; None if it is not trained. If each rank
-        processes other positions of a row (`positions`), the loss needs the loads of the whole row, which are summed
-        over these ranks."""
+        processes other positions of a row (`positions`), the loads of the whole row are summed over these ranks."""
         assert self.outputs is not None
         is_trained = self.coefficient > 0 and bool(kept)
         lengths = micro.sample_lengths
@@ -81,6 +78,7 @@ class ExpertSums:
             samples = positions.of(samples, micro.input_ids.shape)
         loss_sum = torch.zeros_like(self.total)
         with torch.set_grad_enabled(self.coefficient > 0):
+            # for each router, how often the tokens of each sample chose each expert: [samples + 1, experts]
             counts = counts_of_row = [count_choices(output, samples, len(lengths)) for output in kept]
             if positions is not None and counts:  # other ranks have the other positions of the row
                 counts_of_row = list(positions.summed(torch.stack(counts)).unbind())
@@ -88,7 +86,7 @@ class ExpertSums:
                 loss_sum = loss_sum + balance_loss(output, samples, lengths, row_count)
                 # the last row counts the padding
                 self.loads[self.outputs.places[output.router.name]] += own_count[:-1].sum(0)
-            loss_sum = loss_sum * self.share
+            loss_sum = loss_sum * self.share  # a mean over layers and tokens
         kept.clear()
         self.total += loss_sum.detach()
         return self.coefficient * loss_sum if is_trained else None

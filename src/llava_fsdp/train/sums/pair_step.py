@@ -32,9 +32,8 @@ class PairStep:
 
     def reference(self, model: nn.Module, micro: MicroBatch) -> torch.Tensor | None:
         """Return the log-probability of each answer by the reference model, float32 [2 * pairs]; None if the loss has
-        no reference. If the reference is the model without its adapters, run a forward pass with it. Collective
-        then."""
-        if self.stored is not None:
+        no reference. If the reference is the model without its adapters, run its forward pass, which is collective."""
+        if self.stored is not None:  # computed before the training, for each pair of the dataset
             return self.stored[micro.pair_numbers].flatten()
         if not self.uses_adapters:
             return None
@@ -54,8 +53,7 @@ class PairStep:
 
         Args:
             losses: loss of each label of the micro-batch, float32 [labels].
-            reference: log-probability of each answer by the reference model, float32 [2 * pairs]; None without such a
-                model.
+            reference: each answer's log-probability by the reference model, float32 [2 * pairs]; None without one.
         """
         answers = answers_of(losses, micro.label_answers, len(micro.pair_sources))
         pair_losses, rewards = preference_losses(answers, reference, self.cfg)

@@ -29,14 +29,9 @@ class PairSums:
         self.values = torch.zeros((sources, COLUMNS), device=device)
 
     def add(self, micro: MicroBatch, answers: Answers, losses: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Add the pairs of a micro-batch to the sums of their data sources, `self.values`.
-
-        Args:
-            micro: has the data source of each pair.
-            answers: has the log-probability of each answer.
-            losses: float32 [pairs].
-            rewards: of the chosen and the rejected answer, float32 [pairs, 2].
-        """
+        """Add the pairs of a micro-batch to the sums of their data sources, `self.values`. `micro` has the data source
+        of each pair, `answers` the log-probability of each answer. `losses`: float32 [pairs]. `rewards`: of the chosen
+        and the rejected answer, float32 [pairs, 2]."""
         logps, chosen, rejected = answers.sums.detach().view(-1, 2), rewards[:, 0], rewards[:, 1]
         rows = [  # in the order of the fields of `PairNumbers`
             torch.ones_like(chosen), losses.detach(), (chosen > rejected).to(chosen.dtype), chosen - rejected, chosen,
@@ -47,8 +42,8 @@ class PairSums:
 
 
 def pair_numbers(sums: list[float]) -> PairNumbers | None:
-    """Return means over pairs from the sums over them in a row of `PairSums.values`, whose first is the number of
-    pairs. None without pairs."""
+    """Return means over pairs from `sums`, a row of `PairSums.values`, of which the first is the count; None without
+    pairs."""
     count = sums[0]
     if not count:
         return None
@@ -66,9 +61,11 @@ def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNu
 
 
 def joined(numbers: Iterable[PairNumbers | None]) -> PairNumbers | None:
-    """Return the means over the pairs of all sources, from the means of each source; None without pairs."""
+    """Return the means over the pairs (of a chosen and a rejected answer) of all data sources, from the `numbers` of
+    each source, which are None for a source without pairs. None if no source has pairs."""
     rows = [asdict(own) for own in numbers if own is not None]
     keys = list(rows[0]) if rows else []
+    # the field `pairs` is a number of pairs; all other fields are means, which become sums again
     sums = [float(sum(row["pairs"] * (1 if key == "pairs" else row[key]) for row in rows)) for key in keys]
     return pair_numbers(sums) if sums else None
 

@@ -18,8 +18,7 @@ class SourceSums:
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
-        """Begin a step with sums of 0. `facts` has the names of the data sources, and the counts of their label
-        tokens."""
+        """Begin a step with sums of 0. `facts` has the names of the data sources, and counts of their label tokens."""
         self.labels, self.weights = facts.source_labels, facts.source_weights
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
         """Sum of the losses of each data source, each loss times its weight, float32 [sources]; of shape [0] for a
@@ -49,13 +48,8 @@ class SourceSums:
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
         """Return the mean loss per label token (a token that is in the loss) of each data source, weighted as in the
-        loss of the step. It is None for a source without label tokens, and nan if the loss kernel returns only the sum
-        over all sources.
-
-        Args:
-            loss: the mean loss of the step.
-            sums: the sum of the losses of each source over all ranks; empty if there is only one source.
-        """
+        step's mean `loss`. None for a source without label tokens; nan if the loss kernel returns only the sum over all
+        sources. `sums`: the sum of the losses of each source over all ranks; empty if there is only one source."""
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
         counts: dict[str, float] = dict(self.labels)

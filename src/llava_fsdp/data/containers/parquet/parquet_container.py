@@ -105,8 +105,8 @@ class GroupLocations:
         return images, len(sizes) - images
 
     def location(self, index: int) -> ImageLocation | None:
-        """Return the location of an element; None for a null."""
-        values = self.values
+        """Return the location of image `index` of the row group; None for a null."""
+        values = self.values  # page -1: the value is in the file itself, in no compressed page
         offset, size, page = int(values.offset[index]), int(values.size[index]), int(values.page[index])
         if size < 0:
             return None
@@ -175,6 +175,7 @@ class ParquetContainer:
         if len(starts) != rows or (len(repetition) and repetition[0] != 0):
             chunk.refuse(f"it has {len(starts)} rows, and the row group has {rows}")
         exists = definition >= leaf.element  # a lower level is a null or an empty list, which has no element
+        # for each row and behind the last one: number of the first existing value
         first = np.append(0, np.cumsum(exists))[np.append(starts, len(exists))]
         return GroupLocations(self.reader.name, first, values[exists], pages)
 

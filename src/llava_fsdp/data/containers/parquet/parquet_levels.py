@@ -109,8 +109,7 @@ class Cursor:
 
 
 def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> int:
-    """Return a field of a Thrift struct {field number: value}; raise Malformed if it is not a number from 0 to
-    `most`."""
+    """Return a field of a Thrift struct {number: value}; raise Malformed if it is not an integer from 0 to `most`."""
     value = fields.get(field)
     if type(value) is not int or not 0 <= value <= most:
         raise Malformed(f"field {field} is {str(value)[:40]}; 0 to {most} expected")

@@ -46,8 +46,7 @@ class Chunk:
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
-        """Raise a DataError about the column chunk. Its message has the `problem`, and ends with what the user can do
-        (`cure`)."""
+        """Raise a DataError about the column chunk, with the `problem` and what the user can do (`cure`)."""
         raise DataError(
             f"{self.file.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
         ).about(file=self.file.name, key=self.column)
@@ -97,8 +96,8 @@ def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
 
 
 def page_header(chunk: Chunk, at: int) -> PageHeader:
-    """Read the page header at byte `at` of the file. Raise Malformed if it contradicts itself, or the compression or
-    the end of its column chunk."""
+    """Read the page header at byte `at`. Raise Malformed if it contradicts itself, or its chunk's compression or
+    end."""
     cursor, fields = read_struct(chunk, at)  # numbers of fields are those of PageHeader in parquet.thrift
     body = at + cursor.at
     kind, unpacked, packed = (number_of(fields, field) for field in (1, 2, 3))

@@ -164,8 +164,7 @@ def page_values(
 
 
 def decode_levels(data: bytes, highest: int, count: int) -> np.ndarray:
-    """Decode the definition or repetition levels of a page, int64 [count], of which `highest` is the highest
-    possible."""
+    """Decode the definition or repetition levels of a page, int64 [count] with values from 0 to `highest`."""
     if highest == 0:
         return np.zeros(count, np.int64)
     check_runs(len(data), count)
@@ -176,19 +175,19 @@ def decode_levels(data: bytes, highest: int, count: int) -> np.ndarray:
 
 
 def check_runs(size: int, count: int) -> None:
-    """Raise Malformed if `count` encoded small numbers take more bytes than any encoder uses (at most nine for
-    each)."""
+    """Raise Malformed if `count` encoded small numbers take more bytes than an encoder uses (at most nine for each)."""
     if size > 9 * count + 64:
         raise Malformed(f"{count} small numbers take {size} bytes")
 
 
 def page_body(chunk: Chunk, header: PageHeader) -> Body:
-    """Return the content of a page, decompressed if it is compressed, without the levels at the beginning of a page of
-    version 2."""
+    """Return the content of a page, without the definition and repetition levels at the beginning of a page of version
+    2: as bytes in memory, decompressed and checked, or, for uncompressed plain values such as images, as a byte range
+    of the file, which is not read here."""
     levels = sum(header.level_sizes)
     begin, end = header.body + levels, header.body + header.packed
     is_read = header.is_compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
-    if not is_read:  # uncompressed images, which are not read
+    if not is_read:
         return Body(chunk.file.read, begin, end)
     if header.packed > MOST_BYTES:
         chunk.refuse(f"the page at byte {header.body} has {header.packed} bytes, most are {MOST_BYTES}", REWRITE)
@@ -205,8 +204,9 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
 
 
 def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
-    """Find the positions of the values of a page in the encoding PLAIN: each value is preceded by its length in four
-    bytes. If the page is compressed, it is appended to `pages`, and the positions are within it."""
+    """Return the offset, size and page index of the `count` values of a page in the encoding PLAIN: each value has its
+    length in four bytes before it. A compressed page is appended to `pages`, and offsets are in its decompressed bytes;
+    otherwise they are in the file, with page index -1."""
     if count > MOST_IMAGES:
         raise Malformed(f"it has {count} values, most are {MOST_IMAGES}")
     if 4 * count > body.end - body.begin:
@@ -227,8 +227,8 @@ def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
 
 
 def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
-    """Find the positions of the values of a page that contains their indices in a dictionary. Its first byte is the
-    number of bits of an index."""
+    """Return the positions of a page's `count` values. The page, `body`, has only their indices in `dictionary` (the
+    positions of its entries); its first byte is the number of bits of an index."""
     if count == 0:
         return Values.nulls(0)
     width, body = body.take(1)

@@ -45,7 +45,7 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, watch: Watc
         BuildError: the index cannot be written.
     """
     plan = Plan(cfg.data, encoder, reader, read_host().usable_cores)
-    since = last_look(plan)
+    since = last_look(plan)  # a text that changes when any process has examined the bad images again
     records = Records(open_index(plan, watch), cfg.labels, cfg.data.too_long)
     try:
         refuse_bad_records(records, cfg.data)
@@ -131,7 +131,8 @@ def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
 
 
 def refusal(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
-    """Return an error message: how many records are `what` (wrong, too long), with the first reasons and the cure."""
+    """Return an error message: how many records are `what` (wrong, too long) because of `kinds` of problems, with the
+    first reasons, the file with all of them (`report`) and the cure (`how`)."""
     files = ", ".join(source.path for source in records.index.store.sources)
     total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.num_wrong
     lines = [f"{files}: {total} of {len(records.index)} records are {what}"]

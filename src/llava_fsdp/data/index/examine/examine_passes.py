@@ -147,8 +147,8 @@ class DatasetPass(ABC):
         return self.of(self.chunks[chunk])
 
     def of(self, numbers: range) -> Columns:
-        """Examine consecutive records of one file. Return the columns of the pass, and those with the records'
-        problems."""
+        """Examine consecutive records of one file. Return the pass's columns, and those with the problems that it
+        found."""
         found = Findings(numbers, self.store.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
@@ -180,12 +180,12 @@ class ReadRecords(DatasetPass):
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Parse the records with these numbers. Return columns that later passes and the statistics need; `found` gets
-        the records' problems.
+        """Parse the records with these numbers. Return columns for later passes; `found` gets the records' problems.
 
-        Columns with a value for each record: id_hash, digest (checksum of its bytes), words and pictures (number of
-        images). NAME_SIZE has the length of each image's path, and `names` the bytes of all paths. UNREAD has, as JSON,
-        how many records have each key that is not read. An invalid record has zeros, but for its digest.
+        Columns with a value for each record: id_hash, digest (checksum of its bytes), words (their number, negative
+        without an image, as LLaVA's sampler needs) and pictures (number of images). NAME_SIZE has the length of each
+        image's path, and `names` the bytes of all paths. UNREAD has, as JSON, how many records have each key that is
+        not read. An invalid record has zeros, but for its digest.
         """
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
@@ -221,14 +221,13 @@ class ReadRecords(DatasetPass):
 
 
 def id_hash(identity: str) -> int:
-    """Return a 64-bit hash of a record's id, never 0. Among ten million ids, two have the same hash with a probability
-    of 1 in 300,000."""
+    """Return a 64-bit hash of a record's id, never 0. Two of ten million ids are equal with probability 1 / 300,000."""
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
-    """Report problems of how a record names its images and videos; the files are not read."""
+    """Report each problem of how a record names its images and videos to `tell` (kind, reason). No file is read."""
     # an image in `inline` is in the record itself, or in its file
     outside = next((name for name in record.images if name not in record.inline), None)
     if outside is not None and record.folder is None:
@@ -325,7 +324,7 @@ class ExaminePictures(DatasetPass):
                 for row, (width, height) in enumerate(sizes, first):
                     columns["width"][row] = width
                     columns["height"][row] = columns["stored_height"][row] = height
-        decoded = self.decoded_images(begin, end)
+        decoded = self.decoded_images(begin, end)  # numbers of the images to decode; of others only the head is read
         examined: dict[ExaminedImage, ImageFacts | ImageProblem] = {}
         opened = self.records_to_open(numbers, decoded)
         for at, number in enumerate(opened):
@@ -360,13 +359,12 @@ class ExaminePictures(DatasetPass):
         return range(begin, end) if self.how is Examine.decode else ()
 
     def records_to_open(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
-        """Return the numbers of those records that have an image which is opened; `decoded` are the images that are
-        decoded. With a sample, this avoids going through all records: a large dataset may have a hundred million, of
-        which three thousand are examined."""
+        """Return those of the record numbers `numbers` that have an image to open: all with `opens_all`, else the
+        records of the images to decode (`decoded`, image numbers), found without a loop over all records."""
         if self.opens_all:
             return numbers
         rows = np.array(sorted(decoded), dtype=np.int64)
-        first = self.names.first[numbers.start : numbers.stop + 1]
+        first = self.names.first[numbers.start : numbers.stop + 1]  # number of each record's first image
         return (np.unique(np.searchsorted(first, rows, side="right")) - 1 + numbers.start).tolist()
 
     def bytes_to_fetch(
@@ -382,9 +380,8 @@ class ExaminePictures(DatasetPass):
 
         Args:
             decoded_images: the images that are decoded, each as its number among all images of the dataset.
-            examined: the images that were examined before.
-            number: number of the record.
-            name: name of the image in the record.
+            examined: the images that were examined before: (image folder, name of the image, whether it was decoded).
+            number, name: number of the record, and name of the image in it.
             location: where the whole image is.
         """
         rows = range(*self.rows_of(range(number, number + 1)))
@@ -404,8 +401,8 @@ class ExaminePictures(DatasetPass):
     def examine_one(
         self, folder: str | None, name: str, full: bool, file: ImageFile | None
     ) -> ImageFacts | ImageProblem:
-        """Check that an image or video can be read, and return its size, or its problem. In the problem, `name` stands
-        for the record, because several records may have the image.
+        """Check that an image or video can be read; return its size, or its problem. That begins with `name` and not
+        with a record, because several records may have the image.
 
         Args:
             folder: folder of the images; None: it is not set.
@@ -432,9 +429,8 @@ class ExaminePictures(DatasetPass):
 
 
 def sizes_of(number: int, record: Record, store: RecordStore, rule: SizeRule) -> list[tuple[int, int]]:
-    """Return the sizes that a record gives of its images, as (width, height) in pixels; empty if the numbers of their
-    tokens do not depend on sizes. Raise ConfigError if the record does not give the sizes of all its images, or has a
-    video."""
+    """Return the sizes that a record gives of its images, as (width, height) in pixels; empty if their tokens do not
+    depend on sizes. Raise ConfigError if it does not give the sizes of all its images, or has a video."""
     has_video = any(map(is_video, record.images))
     if not record.images or not (has_video or rule.needs_size(record.num_images)):
         return []
@@ -470,8 +466,7 @@ class PictureSizes:
     """Reads the sizes of the images of records from the index."""
 
     def __init__(self, records: Path, pictures: Path):
-        """Open the columns with sizes. `records`, `pictures`: folders of the columns of ReadRecords and
-        ExaminePictures."""
+        """Open the columns with sizes. `records`, `pictures`: folders that ReadRecords and ExaminePictures wrote."""
         self.first = open_column(records, "first_picture")
         names = ("width", "height", "stored_height")
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
@@ -493,8 +488,8 @@ class PictureSizes:
         return replace(record, sizes=sizes, frames=tuple(self.frames_of(number, position) for position in positions))
 
     def frames_of(self, number: int, position: int) -> tuple[int, float]:
-        """Return (number of frames, frames per second) of a video; zeros for an image, and if the dataset was examined
-        without its videos."""
+        """Return (number of frames, frames per second) of item `position` of record `number`; zeros for an image, and
+        if the dataset was examined without its videos."""
         if self.frames is None or self.rate is None:
             return 0, 0.0
         row = int(self.first[number]) + position

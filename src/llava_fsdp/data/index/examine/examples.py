@@ -53,8 +53,7 @@ def draw_numbers(counts: list[int], most_records: int) -> list[int]:
 
 
 def make_example(records: Records, number: int, encoder: Encoder, reader: ImageSource) -> Example:
-    """Encode the sample with this number as training does, and return the parts of it that the page shows, or the
-    error."""
+    """Encode the sample with this number as training does, and return the parts that the page shows, or the error."""
     store, index_number = records.index.store, records.number_in_index(number)
     file, index = store.locate(index_number)
     example = Example(file.name, file.path, store.line(index_number), index, store.id_of(index_number))
@@ -159,10 +158,10 @@ class Roles:
             return ""
         if self.counts_in_loss[place]:
             return "gpt"
-        answers_before = int(np.searchsorted(self.starts, place))
+        answers_before = int(np.searchsorted(self.starts, place))  # `starts`: index of each answer's first token
         if answers_before == self.answers:
             return "template"  # what the template writes after the last answer
-        return "human" if answers_before else self.first
+        return "human" if answers_before else self.first  # before the first answer there may also be a system turn
 
 
 def show_images(
@@ -171,9 +170,8 @@ def show_images(
     """Read an image or a video of a record as training does, and return what the page shows of it.
 
     Args:
-        names: names of the record's images and videos that truncation has left.
-        number: index in `names` of the one to read.
-        count: number of its tokens.
+        names: names of the record's images and videos that truncation has left; the one at index `number` is read,
+            which has `count` tokens.
         room: number of tiles of this record that may still be shown. If it is above 0, up to TILES tiles are shown.
     """
     name = names[number]

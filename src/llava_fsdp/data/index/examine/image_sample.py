@@ -41,11 +41,10 @@ class ImageSample:
 
     @cached_property
     def decoded(self) -> np.ndarray:
-        """Numbers of all images that are decoded: those drawn at random, and EACH_FILE of each file of records; int64,
-        ascending."""
+        """Numbers of all decoded images: those drawn at random, and EACH_FILE of each file; int64, ascending."""
         begins = (0, *self.ends[:-1])
         pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
-        spread = [
+        spread = [  # the last image of each of EACH_FILE equal parts of a file
             begin + (end - begin) * part // EACH_FILE - 1 for begin, end in pairs for part in range(1, EACH_FILE + 1)
         ]
         firsts = [begin for begin, _ in pairs for _ in range(EACH_FILE)]  # for a file with fewer images than EACH_FILE
@@ -70,8 +69,7 @@ class Examined:
 
     @classmethod
     def count(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
-        """Count the images of a sample. `digests`: checksum of each image of the dataset; 0 for one that is bad or was
-        not decoded."""
+        """Count the images of a sample. `digests`: checksum of each image of the dataset; 0: bad or not decoded."""
         bad, bad_drawn = (
             int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.decoded, sample.drawn_at_random)
         )
@@ -79,8 +77,8 @@ class Examined:
 
     @property
     def bound(self) -> float | None:
-        """Upper bound, at 95 % confidence, of the fraction of bad images in the dataset; None if no image was decoded,
-        or all were."""
+        """Upper bound, at 95 % confidence, of the fraction of bad images in the dataset, from those drawn at random;
+        None if no image was decoded, or all were."""
         return None if self.decoded in (0, self.images) else upper_bound(self.bad_drawn, self.drawn)
 
     @property
@@ -94,7 +92,7 @@ class Examined:
         return f"{found}; at most {100 * self.bound:.2g} % of all are bad ({CONFIDENCE:.0%} confidence)"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts for report.json."""
+        """Return the counts for report.json; `bound` is an upper bound of the fraction of bad images in the dataset."""
         return {
             "images": self.images, "decoded": self.decoded, "bad": self.bad, "bound": self.bound,
             "summary": self.summary,

@@ -36,8 +36,7 @@ def is_side(value: Any) -> bool:
 
 
 def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> tuple[str, ...]:
-    """Return the names of a record's images (or videos), which several of its keys may list. Raise DataError if the
-    keys list different ones."""
+    """Return a record's images (or videos), which several keys may list. Raise DataError if these lists differ."""
     filled = {key: names for key, names in listed.items() if names}
     if len({tuple(names) for names in filled.values()}) > 1:
         raise DataError(f"{where} has different {what} in {' and '.join(filled)}; keep one", Kind.bad_form)
@@ -86,8 +85,7 @@ def put_videos(
 
 
 def images_in_front(turns: list[Turn], num_images: int) -> list[Turn]:
-    """Put one `<image>` tag for each image, on a line of its own, before the first question, unless the messages have
-    image tags already."""
+    """Put an `<image>` tag for each image, on its own line, before the first question, unless there are tags."""
     first = next((number for number, turn in enumerate(turns) if turn.role == "human"), None)
     if not num_images or first is None or any(IMAGE_TAG in turn.text for turn in turns):
         return turns

@@ -56,8 +56,9 @@ PART_KEYS = frozenset(["type", "text", "detail", "cache_control", *GIVEN_AS, *VI
 
 
 def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
-    """Parse the value `raw` of the key `conversations` or `messages` of a record. Calls that are messages of their own
-    are put into the answer before them, and each result gets its call."""
+    """Parse `raw`, the value of a record's key `key` (`conversations` or `messages`), into turns. Tool calls that are
+    messages of their own become calls of the answer before them, and each tool result gets the call that it answers.
+    `reader` makes the errors, and notes keys that cannot be obeyed."""
     if not isinstance(raw, list):
         raise reader.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
     made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
@@ -150,8 +151,8 @@ def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn
 
 
 def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str) -> Turn:
-    """Parse a part of a message that is the result of a call into a turn. `form`: place of the part in the record, such
-    as `messages[].content[].`."""
+    """Parse the result of a tool's call, a part of a message, into a turn. `what` names the part in error messages,
+    `form` is its place in the record, such as `messages[].content[].`."""
     reader.note_keys(what, raw, AGENT_PART_KEYS, form, is_answer=False)
     content, parts = raw.get("content"), None
     if isinstance(content, list):
@@ -159,6 +160,7 @@ def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str)
         content = "".join(parts)
     text = reader.text(what, "" if content is None else content)
     identity = read_id(what, raw.get("tool_use_id"), reader.bad)
+    # the result gets a call that has only the id of the call that it belongs to
     return Turn("tool", text, parts=parts, calls=(Call("", {}, identity),))
 
 
@@ -177,7 +179,6 @@ def read_part(reader: RecordReader, what: str, raw: Any, form: str = "", is_answ
     Args:
         what: name of the part in error messages.
         form: where in the record the part is, such as `messages[].content[].`, for the names of unread keys.
-        is_answer: whether the part belongs to an answer.
     """
     kind = raw.get("type") if isinstance(raw, dict) else None
     if not isinstance(kind, str):

@@ -11,8 +11,7 @@ ENTRY_KEYS = ("user", "assistant")
 
 
 def read_pairs(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
-    """Parse the value of the key `texts`, objects with a question (`user`) and its answer (`assistant`), into two
-    messages each."""
+    """Parse the value of the key `texts`, objects with a question (`user`) and its answer (`assistant`), as turns."""
     if not isinstance(raw, list):
         raise reader.bad(key, raw, "a list of objects with user and assistant")
     turns = []

@@ -77,8 +77,8 @@ class RecordKeys:
     @cached_property
     def read(self) -> frozenset[str]:
         """All keys of a record that are read or refused, without those for videos. With `data.pairs`, these include the
-        keys of a pair (PAIR_KEYS). If the user names `chosen` as the key of a question or answer, all keys that pairs
-        may have (PREFERENCES) are included: that the others are not read is then intended."""
+        keys of a pair (PAIR_KEYS). A user who names `chosen` as the key of a question or answer wants to train on it
+        alone: then all keys that pairs may have (PREFERENCES) are included, so that no other one is reported."""
         pair = self.pair or ()
         better = PREFERENCES if "chosen" in pair else PAIR_KEYS if self.pairs else frozenset[str]()
         return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE, SYSTEM}
@@ -99,8 +99,7 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
     """Return the key that tells in which form a record has its conversation: `conversations`, `messages`, `texts`, or
     one of the two keys of a question and its answer. Raise DataError if it has no form, or the keys of two.
 
-    A key that is null or empty is ignored if another one has a value, because in a table with records of several forms,
-    each row has the keys of all forms.
+    An empty or null key is ignored beside one with a value: in a table of several forms, a row has the keys of all.
     """
     known = [*FORMS, *(keys.pair or ())]
     named = [key for key in known if key in raw]
@@ -127,9 +126,11 @@ def parse_record(
     """Make a Record from its JSON.
 
     Args:
+        path, index, line: the file of the record, the record's index in it, and its line, if a line is a record.
         raw: the parsed JSON, or a row of a table with the same keys, in which images may also be bytes.
-        keys: names of the keys of question, answer and images, if the user has set them.
-        videos: whether videos are read; if not, a video counts as media that are not read.
+        keys: names of the keys of question, answer and images, if the user has set them; and whether records are
+            `pairs` of a chosen and a rejected answer.
+        videos: whether videos are read; if not, the record notes a video as media that are not read (`unread`).
 
     Raises:
         DataError: the record has none of the supported forms (docs/data.md; LLaVA's: train.py:665-740).
@@ -179,8 +180,7 @@ def parse_record(
 
 def with_weights(reader: RecordReader, turns: list[Turn], weights: AnswerWeights) -> list[Turn]:
     """Multiply the weights of all answers by that of the record. `weights`: what the record says beside its turns.
-    Weights for ranges of characters (`spans`) are left out, because it is not known in which answer the characters
-    count; a note says so."""
+    Weights for ranges of characters (`spans`) are left out, as their answer is not known; a note says so."""
     if weights.spans is not None:
         reader.note_not_obeyed(f"the record has a train_detail beside its answers; {REASONS[KeyMeaning.spans]}")
     if weights.whole == FULL_WEIGHT:

@@ -57,9 +57,8 @@ def unpacked(reader: RecordReader, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def best_and_worst(reader: RecordReader, rated: Any) -> tuple[Any, Any]:
-    """Return the answers with the highest and the lowest mean of their ratings. If several have the same mean, the
-    first of them is taken. `rated`: answers with the ratings of each. Raise DataError if answers have no ratings, or
-    all have the same mean."""
+    """Return, of answers with ratings (`rated`), those with the highest and the lowest mean; of equal ones the first.
+    Raise DataError if answers have no ratings, or all have the same mean."""
     try:
         columns = ("response", "annotations")
         # tables may have an object of lists in place of a list of objects
@@ -76,8 +75,8 @@ def best_and_worst(reader: RecordReader, rated: Any) -> tuple[Any, Any]:
 
 
 def read_preference(reader: RecordReader, raw: dict[str, Any]) -> tuple[list[Turn], Turn]:
-    """Parse a record of a pair. Return the turns of the prompt, none of which is learnt, with the chosen answer behind
-    them; and the rejected answer.
+    """Parse a record of a pair. Return the turns of the prompt, which are not learnt, and the chosen answer; and the
+    rejected answer.
 
     Raises:
         DataError: the prompt or an answer is missing or has another form, or both answers are equal.

@@ -97,9 +97,9 @@ class RecordReader:
     def note_keys(
         self, what: str, raw: dict[str, Any], read_keys: Collection[str], form: str = "", is_answer: bool = True
     ) -> AnswerWeights:
-        """Read the keys of a record, or of an object in it, that say whether an answer is learnt. Note those that
-        cannot be obeyed, and those that are not read. Return the weights of the answer's labels: the product of those
-        under all keys.
+        """Read the keys of a record, or of an object in it, that say whether an answer is learnt. Note in `self` those
+        that cannot be obeyed, and those that are not read. Return the weights of the answer's labels: the product of
+        `whole`, the answer's weight, under all keys, and the first list of `spans`, weights of parts of its text.
 
         Args:
             what: name of the object in messages.
@@ -121,6 +121,7 @@ class RecordReader:
                 continue
             # the key says whether, or how much, an answer is learnt
             if meaning in REASONS:
+                # None if the key is of a kind that is not read for a question
                 own = self.weights_under(what, key, value, is_answer)
                 if own is not None:
                     weights = replace(weights.times(own.whole), spans=weights.spans or own.spans)
@@ -145,7 +146,7 @@ class RecordReader:
             if is_answer:
                 self.note_not_obeyed(f"{said}; {error}", meaning)
             own = AnswerWeights()
-        if is_answer or not own.whole:
+        if is_answer or not own.whole:  # a weight of 0 agrees with a question, which is not learnt
             return own
         if meaning in (KeyMeaning.learnt, KeyMeaning.spans):
             self.note_not_obeyed(f"{said}; {WEIGHTS_OF_QUESTION}", meaning)
@@ -153,8 +154,8 @@ class RecordReader:
         return None
 
     def note_not_obeyed(self, why: str, meaning: KeyMeaning = KeyMeaning.learnt) -> None:
-        """Note why a key cannot be obeyed, unless another one was noted before. Keys that `data.weights=ignore` ignores
-        (those with a meaning in WEIGHTS) are noted apart from others."""
+        """Note that training cannot do what a key of the record demands, and `why`; only the first is kept. Keys for
+        loss weights (with a `meaning` in WEIGHTS), which `data.weights=ignore` ignores, are noted apart."""
         if meaning in WEIGHTS:
             self.weights_not_obeyed = self.weights_not_obeyed or why
         else:
@@ -169,8 +170,7 @@ class RecordReader:
         return turn.weighted(weights)
 
     def note_part_weights(self, what: str, weights: AnswerWeights) -> None:
-        """Note that a part of an answer has weights of its own, which cannot be obeyed; nothing if all weights are
-        1."""
+        """Note that a part of an answer has its own weights, which cannot be obeyed; nothing if all weights are 1."""
         if weights != AnswerWeights():
             self.note_not_obeyed(f"{what} has a weight of its own; {REASONS[KeyMeaning.spans]}")
 
@@ -251,8 +251,7 @@ class RecordReader:
         return self.file.lower().endswith(PARQUET)
 
     def thought_of(self, what: str, raw: dict[str, Any]) -> str | None:
-        """Return the thought of an answer from the keys that are for one; None without one. Raise an error if they
-        have different thoughts."""
+        """Return the thought of an answer from the keys for one; None without one. Raise an error if two differ."""
         found = {raw[key] for key in raw if is_thought(key, raw[key]) and not says_nothing(raw[key])}
         if len(found) > 1:
             raise self.bad(what, sorted(found), "an answer with one thought")
@@ -266,8 +265,7 @@ class RecordReader:
         return value
 
     def refuse_tools(self, what: str, raw: dict[str, Any], keys: Iterable[str] = TOOL_KEYS) -> None:
-        """Raise DataError if a record or a message has a value under a key for tools, or calls of tools, that is not
-        read there."""
+        """Raise DataError if a record or message has a value under a key for tools, or their calls, not read there."""
         called = next((own for own in keys if own in raw and not has_no_tools(raw[own])), None)
         if called is not None:
             raise DataError(
@@ -277,8 +275,7 @@ class RecordReader:
             )
 
     def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
-        """Return the images or the videos as {key of the record: names of those under it}, without keys that have no
-        value.
+        """Return the images or the videos as {key of the record: their names}, without keys that have no value.
 
         Args:
             keys: the keys to read. The value of a key is an image (or video), or a list of them.

@@ -132,13 +132,15 @@ class Asked:
         if own.thought is not None and not features.thoughts:
             raise Unfit("shows no thoughts; data.thoughts=drop leaves them out")
         texts = self.texts(turn)
+        # `texts.shown` is what the template writes up to and with the answer, `texts.marked` the same with marker texts
+        # in place of the answer's text and thought, and `texts.cue` the part of the prompt that asks for an answer
         # the target is `unshown` and the text `shown` from `start` on; `unshown` is a thought that the template never
         # shows, with what ends it, and empty for most templates
         start, unshown = find_start(own, texts, features.opener)
         if not texts.marked.startswith(texts.shown[:start]):
             raise Unfit("changes earlier turns because of what an answer says")
         spans = find_spans(own, texts.shown[start:], texts.marked[start:], not unshown)
-        self.check_calls(turn, texts.shown[start:])
+        self.check_calls(turn, texts.shown[start:])  # no call and no argument is left out
         if self.template.tokenizer.find_special(texts.cue) and texts.shown.startswith(texts.cue, start):
             raise Unfit("asks without the header that it then shows before the answer")
         ended = self.ended(turn, texts, start, spans[SAID][1] if SAID in spans else 0)
@@ -148,6 +150,7 @@ class Asked:
         spans = {mark: (begin + len(unshown), end + len(unshown)) for mark, (begin, end) in spans.items()}
         if unshown:  # the range of the thought, without the text that ends it
             spans[THOUGHT] = 0, len(unshown) - len(OPENERS[features.opener])
+        # where the thought ends in the target, and whether it is the empty one that the template itself writes
         begin, is_empty = thought_end(features, text, spans)
         said = spans.get(SAID, (begin, begin))
         return Target(texts.prompt, text, begin, said, own.thought is not None, is_empty)
@@ -168,6 +171,7 @@ class Asked:
         kept = rest
         results = [Message("tool", TEXT, ("result",), calls=(call,)) for call in own.calls]
         try:  # what the template no longer writes once results follow does not end the answer
+            # `shared`: number of characters at the beginning of both texts that are equal
             after = self.write([*self.messages[: turn + 1], *results], **self.variables(turn))
             kept = rest[: max(0, shared(after, texts.shown) - start)]
         except Unfit:
@@ -180,8 +184,7 @@ class Asked:
         raise Unfit("writes no special token after a call")
 
     def check_calls(self, turn: int, text: str) -> None:
-        """Raise Unfit if `text`, the target of the answer with index `turn`, lacks a call of the answer, or a value of
-        its arguments."""
+        """Raise Unfit if `text`, target of the answer with index `turn`, lacks a call of it or a call's argument."""
         own, before = self.messages[turn], self.messages[:turn]
         if len(own.calls) > 1:  # they may be equal, so each must add to the text
             fewer = [replace(own, calls=own.calls[: end + 1]) for end in range(len(own.calls))]
@@ -190,15 +193,17 @@ class Asked:
         for call in own.calls:
             if not is_in(call.name, text):
                 raise Unfit(f"leaves a call of {call.name} out")
-            for ways in values_in(call.arguments):
+            for ways in values_in(call.arguments):  # the texts in which a template may write one value
                 if not any(is_in(way, text) for way in ways):
                     raise Unfit(f"changes an argument of a call: {ways[0][:SHOWN]!r}")
 
 
 def find_start(own: Message, texts: AnswerTexts, opener: str) -> tuple[int, str]:
-    """Return where the rest of the target begins in the text with the answer (`texts.shown`), and what the target has
-    before it that this text lacks: a thought that the template opens in its prompt and never shows. `opener`: the text
-    that opens such a thought; empty if the template shows thoughts, or has none."""
+    """Find where the target (what a model must generate after `texts.prompt` to give this answer) begins in
+    `texts.shown`, the template's text of the conversation with the answer. Return that index, and what the target has
+    before it that the template never shows: a thought which it opens in the prompt. `opener`: the text that opens such
+    a thought; empty if the template shows thoughts, or has none. Raise Unfit if the text before the answer is neither
+    the prompt nor what `behind_cue` or `behind_other_spaces` accepts."""
     prompt, shown = texts.prompt, texts.shown
     start = len(prompt) if shown.startswith(prompt) else behind_cue(texts)
     start = behind_other_spaces(texts) if start is None else start
@@ -227,8 +232,9 @@ def behind_cue(texts: AnswerTexts) -> int | None:
 
 
 def behind_other_spaces(texts: AnswerTexts) -> int | None:
-    """Return the index at which the answer begins in the text with it (`texts.shown`), if what stands before it differs
-    from the prompt only in white space; else None."""
+    """Return the index in `texts.shown` (the conversation as the template writes it with the answer) at which the
+    answer begins, if the text before it differs from the prompt only in white space; else None. That text is taken from
+    `texts.marked`, the same conversation with marker texts in place of the answer's text and thought."""
     before = texts.marked[: first_mark(texts.marked)]
     return len(before) if before.split() == texts.prompt.split() and texts.shown.startswith(before) else None
 
@@ -285,6 +291,7 @@ def thought_end(features: Features, text: str, spans: dict[str, Stretch]) -> tup
     until = spans[SAID][0] if SAID in spans else len(text)
     if THOUGHT in spans:
         end = spans[THOUGHT][1]
+        # `shared`: length of the common beginning; the target may end within the text after a thought
         return until if SAID in spans else end + shared(text[end:], features.thought_end), False
     if not features.thought_begin.strip():
         return 0, False
@@ -309,8 +316,8 @@ def values_in(value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Return whether a text is a part of `whole`, as it is, or as JSON or Python writes it in quotes. In the second
-    case, quotes and backslashes are left out of both before they are compared."""
+    """Return whether a text is a part of `whole`, as it is, or as JSON or Python writes it in quotes, once or twice
+    (JSON in a JSON text). In the second case, quotes and backslashes are left out of both before they are compared."""
     if text in whole:
         return True
     plain = without_quotes(whole)

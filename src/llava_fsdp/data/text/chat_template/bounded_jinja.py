@@ -34,8 +34,7 @@ def process() -> LimitedProcess:
 def render(code: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, float]:
     """Render a conversation, in transformers' form, as its `apply_chat_template` does, but in a process with limited
     memory and time. Return the text, and the seconds of processor time that this took, without compiling the template.
-    Raise TemplateRefused if the template fails or breaks a limit. `variables` are the template's, such as
-    `add_generation_prompt` and `bos_token`."""
+    Raise TemplateRefused if the template fails or breaks a limit. `variables`: the template's, such as `bos_token`."""
     try:
         answer, text = process()({"code": code, "messages": messages, "variables": variables})
     except LimitBroken as error:

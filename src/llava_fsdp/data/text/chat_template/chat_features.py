@@ -165,7 +165,7 @@ def find_stop(template: Renders, form: MessageForm) -> tuple[str, str]:
     end = answer_end(last, earlier, template.tokenizer)
     if end:
         return end, ""
-    special = template.tokenizer.find_special(earlier)
+    special = template.tokenizer.find_special(earlier)  # ranges [begin, end) of characters
     if not special or not earlier.startswith(last) or special[0][0] < len(last):
         raise Unfit(NO_END)
     return earlier[: special[0][1]], earlier[len(last) : special[0][1]]
@@ -216,13 +216,13 @@ def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | Non
 
 
 def find_thought(template: Renders, features: Features) -> tuple[str, str]:
-    """Return the text that a model writes before the thought of an answer, and the text between the thought and the
-    text of the answer. The first is empty if the prompt already has it; both are empty if the template shows no
-    thoughts."""
+    """Return the text that a model writes before the thought of an answer (empty if the prompt already has it), and the
+    text between thought and answer; both are empty if the template shows no thoughts."""
     if features.opener:  # the prompt opens a thought, and the template never shows the text that ends it
         return "", OPENERS[features.opener]
     if features.form.thought is None:
         return "", ""
+    # `switch`: variable of the template by which the answer to come begins with a thought
     on: dict[str, Any] = {} if features.switch is None else {features.switch: True}
     asked = said("human", ASKED)
     answer = said("gpt", SAID, thought=THOUGHT)

@@ -162,8 +162,8 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
     """Return the layout of conversations that end with an answer, with the characters that have labels.
 
     The last answer has labels if its turn is to be learnt. An earlier answer has labels if the conversation begins with
-    exactly the text that would be trained if this answer were the last one. It has no labels if the conversation only
-    has other white space before it than its prompt: a model would not write that. Otherwise Unfit is raised.
+    exactly the text that would be trained if this answer were the last one. It has no labels if only white space before
+    it differs from that text: a model would not write that. Otherwise Unfit is raised.
 
     Args:
         slots: where the texts of the turns stand.
@@ -177,6 +177,7 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
     if turns[last].learnt:
         taught, sizes[last] = after_prompt(form, turns, slots, frames)
         answers[last] = True
+    # the conversation up to and with its last answer; marker texts stand for the texts of the turns
     whole = Layout(tuple(map(Frame, taught)), slots).until_answer(taught)
     for turn, shape in enumerate(turns[:-1]):
         if shape.role == "gpt" and shape.learnt:
@@ -194,6 +195,7 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
     learnt = [answers.get(slot.turn, False) for slot in slots]
     ends = [len(form.stop) * is_learnt for is_learnt in (False, *learnt)]
     starts = [sizes[slot.turn] if is_learnt else 0 for slot, is_learnt in zip(slots, learnt, strict=True)]
+    # Frame: text, number of its first characters that end an answer, number of its last that come before the next one
     made = tuple(map(Frame, taught, ends, [*starts, 0]))
     return Layout(made, slots, None if taught == frames else tuple(frames), answers)
 
@@ -207,14 +209,17 @@ def after_prompt(
     Unfit if they differ in more than white space.
 
     Args:
-        slots: where the texts of the turns stand.
-        frames: the template's own texts in a conversation that is rendered whole.
+        form: the chat template.
+        turns: kind and contents of each turn; the last one is an answer.
+        slots: the places of the turns' texts, in the order in which the template writes them.
+        frames: the frames of a conversation that is rendered whole: before each slot, and behind the last.
     """
     where = f"cannot teach turn {len(turns) - 1}, an answer:"
     if not frames[-1].startswith(form.stop):
         raise Unfit(f"{where} it does not end with {form.stop!r}")
     asked = form.layout(shape_of(turns[:-1]))
     prompt = joined([frame.text for frame in asked.frames], asked.marks)
+    # up to the answer, with the same marks in the place of texts
     head = joined(frames[:-1], [MARK.format(slot.number) for slot in slots[:-1]])
     if head.startswith(prompt):
         return frames, len(head) - len(prompt)
@@ -224,7 +229,7 @@ def after_prompt(
 
 
 def difference(wanted: str, found: str) -> str:
-    """Return words that say where two texts differ."""
+    """Return words that say where two texts first differ, without the markers in them."""
     same = shared(wanted, found)
     parts = [MARKS.sub("...", text[same:])[:SHOWN] for text in (wanted, found)]
     return f"{parts[0]!r} where the conversation has {parts[1]!r}"
@@ -247,8 +252,7 @@ def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
     STRIPPED. Raise Unfit if the template changes the white space in another way.
 
     Args:
-        padded: the template's text before a text (or the reversed text after it), rendered with the white space `pad`
-            between it and the text.
+        padded: the template's text before a text (or that after it, reversed), with the white space `pad` between.
         frame: the same text, rendered without `pad`.
     """
     for chars in STRIPPED:

@@ -118,8 +118,8 @@ class ChatTemplate:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the BOS token is added to the tokens instead of being read from the text, as the processor of a
-        LLaVA-NeXT model does: its template lacks the token."""
+        """Whether BOS is added to the token ids instead of being read from the text, as a LLaVA-NeXT model's processor
+        does. Its template lacks the token; llava_fsdp has put code that writes it (BOS) before the template."""
         return self.code.startswith(BOS) and self.tokenizer.bos is not None
 
     def __repr__(self) -> str:
@@ -141,9 +141,8 @@ class ChatTemplate:
 
     @property
     def stop(self) -> str:
-        """The text that ends an answer. It is learnt from conversations without tools and thoughts or, if the template
-        cannot be used for these, taken from `features`. Raises Unfit if the template writes no special token behind an
-        answer."""
+        """The text that ends an answer, found by rendering conversations without tools and thoughts or, if the template
+        cannot be used for these, by `features`. Raises Unfit if no special token comes behind an answer."""
         try:
             return self._stop
         except Unfit:
@@ -155,7 +154,7 @@ class ChatTemplate:
         for thought in (None, "It is red.") if self.features.tools else ():  # some take no call without a thought
             turns = [said("human", ASKED), said("gpt", "", thought=thought, calls=(CALL,))]
             try:
-                text = Asked(self, self.features, turns, (TOOL,)).target(1).text
+                text = Asked(self, self.features, turns, (TOOL,)).target(1).text  # the answer as the template writes it
             except Unfit:
                 continue
             special = self.tokenizer.find_special(text)
@@ -166,7 +165,7 @@ class ChatTemplate:
     def _stop(self) -> str:
         """The text that ends an answer, by the layout of plain conversations (see `answer_end`). Raises Unfit if
         the template writes no such text."""
-        _, frames = self.marked("hg")
+        _, frames = self.marked("hg")  # the template's texts around a question and an answer
         try:
             _, longer = self.marked("hghg")
             earlier = longer[2]  # the text between the first answer and the second question
@@ -179,33 +178,33 @@ class ChatTemplate:
 
     @cached_property
     def begin(self) -> str:
-        """The text that a model writes before an answer, such as an empty thought; empty if it is white space, or not
-        the same for all answers."""
+        """The text that a model writes before every answer, such as an empty thought; "" if it is white space."""
         try:
             frame = self.layout("hg").frames[-2]  # the template's text before the answer
         except Unfit:
             return ""
+        # `before`: number of its last characters, which come behind the prompt: the model writes them
         between = frame.text[len(frame.text) - frame.before :]
         return between if between.strip() else ""
 
     @cached_property
     def writes_empty_thought(self) -> bool:
-        """Whether the template writes an empty thought before an answer that has none."""
+        """Whether the template writes an empty thought, such as `<think></think>`, before an answer that has none."""
         try:
             own = self.features
             empty = "".join(f"{own.thought_begin}{own.thought_end}".split())
+            # `self.begin` is what the template writes before the text of an answer without a thought
             return bool(own.thought_begin.strip()) and "".join(self.begin.split()) == empty
-        except Unfit:
+        except Unfit:  # the template's features cannot be found out
             return False
 
     @cached_property
     def thought(self) -> tuple[str, str]:
         """The texts that a model writes before and after the thought of an answer. Both are empty if it writes no
-        thoughts, as when the template's variable for them is set to false. The first is also empty if the prompt has
-        it."""
+        thoughts, as when the template's variable for them (`switch`) is false; the first also if the prompt has it."""
         try:
             own = self.features
-        except Unfit:
+        except Unfit:  # the template's features cannot be found out
             return "", ""
         return (
             ("", "") if own.switch and self.variables.get(own.switch) is False else (own.thought_begin, own.thought_end)
@@ -217,8 +216,7 @@ class ChatTemplate:
 
         Args:
             where: name of the conversation in error messages.
-            media: the kinds of the images and videos (see `media_of`), if the template gets them as parts; otherwise
-                empty.
+            media: kinds of the images and videos (`media_of`); empty if the template does not get them as parts.
             has_labels: whether answers are to have labels; otherwise the text is as transformers writes it.
 
         Raises:
@@ -239,13 +237,13 @@ class ChatTemplate:
         return list(self.pieces(layout, filled, media))
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
-        """Yield the text of a conversation in pieces: texts of the template (frames), texts of turns, and images. A
-        frame may begin with what ends an answer, and may end with what a model writes before the text of the next
-        answer; these parts have labels.
+        """Yield the text of a conversation in pieces: texts of the template (frames), texts of turns, and images. The
+        first `frame.end` characters of a frame end an answer, and the last `frame.before` characters are what a model
+        writes before the text of the next answer; both have labels.
 
         Args:
-            layout: what the template writes around the conversation's texts, and which text has labels.
-            filled: the conversation's own texts, as the template writes them.
+            layout: the frames, the turns (slots) between them, and which answers have labels (turn -> bool).
+            filled: the text of each slot, as the template writes it.
             media: the kind of each image and video, one letter each. Their placeholders in the frames become pieces;
                 empty: no placeholders are looked for.
         """
@@ -262,7 +260,7 @@ class ChatTemplate:
                     yield ChatPiece(piece, supervised, answer=answer)
 
         answer = None  # the turn of the text before, if that is an answer: the frame begins with what ends it
-        for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
+        for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):  # there is one more frame
             before = len(frame.text) - frame.before
             yield from pieces(frame.text[: frame.end], True, answer)
             yield from pieces(frame.text[frame.end : before], False)
@@ -287,8 +285,8 @@ class ChatTemplate:
         return self.render(messages, how=Rendering(ask, form, tuple(tools), variables))
 
     def layout(self, shape: str, has_labels: bool = True) -> Layout:
-        """Return the layout of conversations of one shape, such as `hg` for a question (human) and an answer (gpt); see
-        `shape_of`. The result is cached. Raise Unfit if the template cannot be used for them."""
+        """Return, cached, what the template writes around the texts of conversations of one shape, such as `hg` for a
+        question (human) and an answer (gpt); see `shape_of`. Raise Unfit if it cannot be used for them."""
         key = shape if has_labels else f"{shape} without labels"
         if key not in self.layouts:
             try:
@@ -301,15 +299,15 @@ class ChatTemplate:
         return found
 
     def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
-        """Render a conversation of one shape whose texts are marker texts, with `before` and `after` around each.
-        Return the order in which the template writes the texts (their numbers), and its own text before, between and
-        after them. Raise Unfit if a text is not written exactly once."""
+        """Render a conversation of the form `shape`, such as `hg` (a question and an answer), in which each text is a
+        numbered marker with `before` and `after` around it. Return the order in which the template writes the texts
+        (their numbers), and its own text before, between and after them. Raise Unfit if one is not written once."""
         messages, number = [], 0
         for turn in parse_shape(shape):
             texts = [before + MARK.format(number + n) + after for n in range(turn.kinds.count(TEXT))]
             messages.append(Message(turn.role, turn.kinds, tuple(texts)))
             number += len(texts)
-        text = self.render(messages, SECONDS)
+        text = self.render(messages, SECONDS)  # the time limit
         order = [int(n) for n in MARKS.findall(text)]
         if sorted(order) != list(range(number)):
             raise Unfit(f"leaves turns out, or repeats them, in a conversation of {spell(messages)}")
@@ -347,8 +345,7 @@ def is_own(name: str) -> bool:
 
 
 def own_name(folder: Path) -> str | None:
-    """Return the name (`chat_template-DIGEST`) under which a run records the template in a model's folder; None without
-    one."""
+    """Return the name (`chat_template-DIGEST`) by which a run records a model folder's template; None without one."""
     found = find_code(folder)
     return None if found is None else f"{OWN}-{digest(found[1])}"
 
@@ -458,14 +455,16 @@ def unfit(chat_template: ChatTemplate) -> str | None:
         if chat_template.images is not None:
             chat_template.layout("hitg")
     except Unfit as reason:
-        # one that breaks a limit would break it again, and that takes long
+        # a template that takes too much time or memory (BREAKS) is not tried again; others may still be usable by
+        # writing each answer with its prompt apart
         return None if BREAKS not in str(reason) and teaches(chat_template) else str(reason)
     return None
 
 
 def teaches(chat_template: ChatTemplate) -> bool:
-    """Return whether a template whose layouts cannot be learnt can still be trained with, by writing each answer with
-    its prompt apart (`Asked.target`). It is enough if it can do so for an answer with a thought, or for one without."""
+    """Return whether a template can be trained with although no fixed frames around the texts of a conversation (a
+    layout) are found in it: by writing each answer with its prompt apart (`Asked.target`). It is enough if it can do so
+    for an answer with a thought, or for one without."""
     shape = "t" if chat_template.images is None else f"{IMAGE}t"
     for thought in (None, "It is red."):
         turns = [Message("human", shape, ("What is it?",)), Message("gpt", TEXT, ("A cat.",), thought=thought)]

@@ -45,7 +45,8 @@ class Message:
     """The calls of an answer, or the one call that a result (`tool`) belongs to."""
 
     def to_template(self, form: MessageForm) -> dict[str, Any]:
-        """Return the message as a template takes it: an object whose keys depend on the form."""
+        """Return the message as a template takes it: an object. `form` says whether its content is a list of parts,
+        which key a thought has, and whether the arguments of a call are text."""
         # an answer with only a call or a thought: some templates write a line break for a list with an empty text
         is_bare = self.role == "gpt" and self.texts == ("",) and (self.calls or self.thought is not None)
         content = self.content() if form.parts and not is_bare else self.texts[0]
@@ -80,11 +81,8 @@ def divide(turns: Sequence[Turn], media: str) -> list[Message]:
     """Divide the turns of a conversation into parts. Only questions and the results of calls have several.
 
     A line break directly before or after an image tag is no text: LLaVA's records write it between an image and the
-    text of a question. It is kept if the record has the parts themselves (`Turn.parts`).
-
-    Args:
-        media: the kinds of the images and videos, in the order of their tags; empty: image tags are ordinary text.
-    """
+    text of a question. It is kept if the record has the parts themselves (`Turn.parts`). `media`: the kinds of the
+    images and videos, in the order of their tags; empty: image tags are ordinary text."""
     kinds = iter(media)
     return [
         divide_question(turn, kinds if media else None)
@@ -95,9 +93,9 @@ def divide(turns: Sequence[Turn], media: str) -> list[Message]:
 
 
 def divide_question(turn: Turn, kinds: Iterator[str] | None) -> Message:
-    """Divide a question, or a result, at its image tags, without the line breaks beside them and without empty texts. A
-    text that is a part in the record itself (`Turn.parts`) stays as it is. `kinds` yields the kind of each image or
-    video; None: image tags are ordinary text."""
+    """Divide a question, or a tool's result, at its image tags, without the line breaks beside them and without empty
+    texts. A text that is a part in the record itself (`Turn.parts`) stays as it is. `kinds` yields the kind of each
+    image or video; None: image tags are ordinary text."""
     letters: list[str] = []
     texts: list[str] = []
     for part in (turn.text,) if turn.parts is None else turn.parts:
@@ -124,9 +122,9 @@ class TurnShape(NamedTuple):
 
 
 def shape_of(messages: Iterable[Message | TurnShape]) -> str:
-    """Return the shape of a conversation: for each message a letter (`s`, `h`, `g`, or `u` for an answer that has no
-    labels) and, unless it is one text, the kinds of its parts, such as `hitghg` for a question with an image and a
-    text, an answer, a question and an answer."""
+    """Return the shape of a conversation: for each message a letter (`s`: system, `h`: question, `g`: answer, `u`:
+    answer without labels) and, unless it is one text, the kinds of its parts, such as `hitghg` if only the first
+    question has an image."""
     letters = {own: letter for letter, own in LETTERS.items()}
     return "".join(
         letters[m.role, m.learnt or m.role != "gpt"] + (m.kinds if m.kinds != TEXT else "") for m in messages

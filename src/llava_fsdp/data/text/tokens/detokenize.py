@@ -197,8 +197,7 @@ class AnswerText:
         return self._thought.is_cut
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text of the answer that became final with it, which may be empty. A thought
-        before the answer gives no text."""
+        """Add a token; return the text of the answer that became final with it ("" within a thought before it)."""
         if self.ended:
             return ""
         thought = self._thought
@@ -236,7 +235,7 @@ class AnswerText:
         return self._generated == self._begin[: len(self._generated)]
 
     def close(self) -> str:
-        """End the answer and return its text that was still held back."""
+        """End the answer and return its text that was still held back, without white space at the answer's ends."""
         thought = self._thought
         if thought.may_continue:
             thought.may_continue = False

@@ -135,8 +135,7 @@ def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str
 
 
 def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]) -> Tokenizer:
-    """Read the tokenizer of a model folder from `tokenizer.model` or `tokenizer.json`. Raise ModelError if it has
-    neither.
+    """Read a model folder's tokenizer from `tokenizer.model` or `tokenizer.json`. Raise ModelError if it has neither.
 
     Args:
         config: content of `tokenizer_config.json`.
@@ -174,8 +173,7 @@ def within(token: int, vocab_size: int | None) -> bool:
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Return {text: id} of the tokens that were added to a `tokenizer.model`, from the other files that transformers 4
-    writes."""
+    """Return {text: id} of the tokens added to a `tokenizer.model`, from the other files that transformers 4 writes."""
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
@@ -286,15 +284,17 @@ class JsonTokenizer(Tokenizer):
         """Return the ids of the tokens that `encode` returns. A text whose only image, if there is one, is at its
         beginning is tokenized directly: the image gives no token, and the rest is text that follows a special token.
         `special`: ranges of characters that are read as special tokens or stand for images."""
+        # index behind an image at the beginning, else 0: a range that is no special token stands for an image
         begin = special[0][1] if special and special[0][0] == 0 and text[: special[0][1]] not in self._special else 0
         part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
+        # if this class must put the first space, or the library would read other special tokens than these
         if self._prefixes or own != self.find_special(part):
             return super().ids_of(text, special)
         return [token.id for token in self._encode(self._rest if begin else self._fast, part)]
 
     def _encode_around_images(self, text: str, special: list[Stretch], images: list[Stretch]) -> list[Token]:
         """Tokenize the parts of a text between images, as the tokenizers library would if an image were a special
-        token: a tokenizer that puts a space before a whole text puts none behind an image.
+        token: a tokenizer that puts a space before a whole text (`_prefixes`) puts none behind an image (`_rest`).
 
         Args:
             special: ranges of characters that are special tokens or images.
@@ -381,8 +381,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches any of the texts, preferring longer ones. Without texts, it matches
-    nothing."""
+    """Return a regular expression for any of the texts, longer ones first; without texts, it matches nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
 
@@ -437,11 +436,10 @@ class LlamaTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
-        """Read a Llama `tokenizer.model`.
+        """Read a Llama `tokenizer.model`. With `legacy` (a key of `config`, the content of `tokenizer_config.json`), a
+        space is put before the text after each special token, too.
 
         Args:
-            path: the file.
-            config: content of `tokenizer_config.json`.
             added: {text: id} of tokens that were added to those of the file.
             extra: special tokens to add after the last id, unless the tokenizer has them.
 
@@ -449,6 +447,7 @@ class LlamaTokenizer(Tokenizer):
             ModelError: the file is no SentencePiece model, or not that of a Llama tokenizer.
         """
         try:
+            # SentencePiece's own space before each text is switched off: this class puts it there
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
         except RuntimeError as error:
             raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error

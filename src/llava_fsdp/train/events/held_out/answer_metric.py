@@ -34,16 +34,9 @@ class AnswerMetric:
     """Whether a program gave the function, in place of `val.metric`."""
 
     def score(self, question: str, answer: str, expected: str, record: str) -> float:
-        """Return the score of an answer, from 0 to 1.
-
-        Args:
-            question: without image tags.
-            expected: the answer in the record.
-            record: name of the record in messages.
-
-        Raises:
-            MetricError: the function has raised an error, or has not returned a number from 0 to 1.
-        """
+        """Return the score of an answer to a question (without image tags), from 0 to 1. `expected`: the answer in the
+        record, which `record` names in messages. Raise MetricError if the function has raised an error, or has not
+        returned a number from 0 to 1."""
         what = f"the metric {self.name} of {record} (question {question[:200]!r}, answer {answer[:200]!r})"
         try:
             value: Any = self.function(question, answer, expected)

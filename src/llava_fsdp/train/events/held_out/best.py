@@ -24,9 +24,8 @@ class BestValidation:
 
 
 def best_validation(rows: Sequence[Mapping[str, Any]], by: BestBy, kept: Collection[int]) -> BestValidation:
-    """Return the best of some validations, of which `rows` has the results in their order. Only those count that have
-    measured the same as the last one, and after whose step (one of `kept`) there is a checkpoint. Of equal ones, the
-    first is the best."""
+    """Return the best validation of `rows`, their results in order. Only those count that have measured the same as the
+    last one, and after whose step (one of `kept`) there is a checkpoint. The first of equal ones is the best."""
     best = BestValidation()
     for row in rows:
         value = row.get(by.value)
@@ -36,5 +35,6 @@ def best_validation(rows: Sequence[Mapping[str, Any]], by: BestBy, kept: Collect
             if best.step is None or is_better:
                 best = BestValidation(int(row["step"]), float(value))
                 continue
+        # `since`, the third field, counts the validations after the best one
         best = BestValidation(best.step, best.value, best.since + (best.step is not None))
     return best

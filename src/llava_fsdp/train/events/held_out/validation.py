@@ -117,8 +117,7 @@ class Validation(RunEvents):
                 check_answers(model, self.generator.language, self.generator.prompt_of([]))
 
     def begin_file(self) -> bool:
-        """Remove the rows of later steps, which a resumed run repeats. Return whether there is a row of the current
-        step."""
+        """Remove rows of later steps, which a resumed run repeats. Return whether the current step has a row."""
         with storage_errors(self.rows.path):
             drop_later_rows(self.rows.path, self.state.step)
         kept = rows_of(self.rows.path, range(self.state.step + 1)) if self.rows.path.is_file() else []
@@ -131,7 +130,8 @@ class Validation(RunEvents):
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def on_start(self, run: RunStart) -> None:
-        """Run the validation after the current step, if the run stopped before it was finished. Collective."""
+        """Run the validation after the current step, if the run stopped before it was finished; else repeat what
+        follows from the last one: mark the best checkpoint, or end the training early (`compare`). Collective."""
         if self.is_due() and not self.is_done_already:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
@@ -178,6 +178,7 @@ class Validation(RunEvents):
             return
 
         def find() -> BestValidation:
+            # steps that have a checkpoint, or get one: only their validations can be the best
             kept = {step_of(folder) or 0 for folder in list_checkpoints(Path(self.cfg.output_dir) / FOLDER)}
             kept |= self.saved_steps | (set() if self.state.consecutive else {step})
             return best_validation(self.found, by, kept)
@@ -206,7 +207,7 @@ class Validation(RunEvents):
         for number, step in enumerate(steps):
             self.pause()
             assert step is not None, "pause raises on every rank when one of them was asked to stop"
-            step = loader.agree(step)
+            step = loader.agree(step)  # leaves out the samples that any rank could not read
             source = sampler.source(number)
             for micro in step.micro_batches:
                 if pairs is not None:
@@ -258,7 +259,7 @@ class Validation(RunEvents):
             answer_rows.append({"source": names[question.source], **answer_row(question, answer)})
         row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
         row["metric"] = self.metric.name if questions else None
-        row[MEASURED] = self.measured
+        row[MEASURED] = self.measured  # digest of records, encoding and scoring: only equal ones are compared
         if questions and self.metric.name == Metric.exact.value:
             row["blind_guess"] = blind_guess([own.question for own in questions], [own.reference for own in questions])
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
@@ -283,9 +284,8 @@ class Validation(RunEvents):
 
 
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
-    """Return the results of a validation as a row of `validation.jsonl`, in which the caller sets `metric` and
-    `answers`. `losses` and `scores`, one for each answer, are by name of the data source. `seconds`: duration of the
-    validation."""
+    """Return the results of a validation as a row of `validation.jsonl`; the caller sets its `metric` and `answers`.
+    `losses` and `scores`, one for each answer, are by name of the data source. `seconds`: the validation's duration."""
     total, labels, weight = (
         sum(getattr(own, name) for own in losses.values()) for name in ("total", "label_tokens", "weight")
     )
@@ -308,9 +308,8 @@ def measured(held_out: HeldOut, cfg: Config, metric: AnswerMetric) -> str:
 
 
 def blind_guess(questions: Sequence[str], answers: Sequence[str]) -> float:
-    """Return what a model reaches that does not look at its images: for each text of a question it gives the answer
-    that is most frequent among the questions with this text. The result is the share of questions that are so answered
-    correctly. `answers`: the right answers."""
+    """Return the greatest share of questions that a model can answer correctly without images: to each text of a
+    question it gives the most frequent of the right answers (`answers`) to this text."""
     counts: dict[str, Counter[str]] = {}
     for question, answer in zip(questions, answers, strict=True):
         counts.setdefault(question, Counter())[answer.strip().lower()] += 1

@@ -91,8 +91,7 @@ class AnswerGenerator:
         questions and answers have at most half as many tokens as one rank processes at once in training; one if padding
         would change the answers.
 
-        Half, because the key-value cache of a token takes up to twice the memory that training keeps of a token for the
-        backward pass of a block.
+        Half, because a token's key-value cache takes up to twice the memory that training keeps of it in a block.
         """
         if self.alone:
             return 1
@@ -110,7 +109,7 @@ class AnswerGenerator:
         lengths = [len(question.sample.input_ids) for question in self.questions]
         # questions of a batch have similar lengths, because shorter ones are padded
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-        at_once = count * self.rows
+        at_once = count * self.rows  # a copy answers `rows` questions as one batch
         found: list[Answered] = []
         for begin in range(0, len(by_length), at_once):
             self.pause()
@@ -143,7 +142,8 @@ class AnswerGenerator:
         return [self.score_answer(number, text) for (number, _), text in zip(rows_by_number, texts, strict=True)]
 
     def prompt_of(self, rows: list[Row]) -> Prompt:
-        """Return tokenized questions with their images as a batch on the device; without questions, a blank row."""
+        """Return `rows`, tokenized questions with their images, as a batch on the device. Without `rows`, the batch is
+        one blank row, with which this rank takes part in the forward passes of the others."""
         prompts = lay_out_prompts(rows, self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
         return Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)

@@ -57,9 +57,8 @@ class LivePage(StepReport):
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
-        """Read the rows of earlier starts and write the page. An error is logged, as it must not end the training.
-        `first_step`: steps that are finished when this start of the run begins; `about`: its description (`about_run`).
-        """
+        """Read the rows of earlier starts and write the page. An error is only logged, to not end the training.
+        `first_step`: steps finished when this start of the run begins; `about`: its description (`about_run`)."""
         self.run = RunRecord(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
         self.path = self.run.folder / REPORT_FILE
         self.has_warned = False

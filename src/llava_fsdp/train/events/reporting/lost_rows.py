@@ -25,11 +25,7 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     Steps before the first start in this folder are not checked: a run that continues from a checkpoint in another
     folder has no rows for them. Validations are checked only for steps after the last start, because `val.every` is
     known only for these, and only before `step`, because the validation of `step` itself may not be done yet. `step`:
-    the step after which the run continues.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    the step after which the run continues. Raises OSError if a file cannot be read."""
     checkpoint = folder / FOLDER / folder_name(step)
     starts = steps_in(folder / STARTS_FILE, step - 1)
     if not starts and not checkpoint.is_dir():

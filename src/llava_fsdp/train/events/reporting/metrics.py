@@ -80,8 +80,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 def pair_columns(numbers: PairNumbers | None) -> dict[str, Any]:
-    """Return the means over preference pairs, except that of their loss, as columns of a row; {} if there are no
-    pairs."""
+    """Return the means over preference pairs, except of their loss, as columns of a row; {} if there are no pairs."""
     if numbers is None:
         return {}
     values = asdict(numbers)
@@ -116,8 +115,7 @@ def drop_later_rows(path: Path, step: int) -> None:
 
 
 def rows_of(path: Path, steps: range) -> list[str]:
-    """Return the lines of a JSON Lines file whose entry `step` is among `steps`. Lines that are incomplete or have no
-    `step` are left out."""
+    """Return the lines of a JSON Lines file whose entry `step` is among `steps`, without incomplete ones."""
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line, cut by a crash

@@ -26,8 +26,8 @@ class SkippedRecords(StepReport):
             begin_skipped_records(self.rows.path, first_step, left_out)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Write a row for each record that the step skipped, with a warning in the log, and for each that has no
-        label."""
+        """Write a line for each record that the step skipped, with a warning in the log, and for each that has no
+        label. `row`: the step's row of `metrics.jsonl`."""
         for sample in result.facts.skipped:
             skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
             self.rows.add(skipped)
@@ -40,13 +40,9 @@ class SkippedRecords(StepReport):
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write the file anew, from its present rows and those of records that were skipped before training.
-
-    Args:
-        step: rows of later steps are dropped, because a resumed run repeats these steps.
-        left_out: records that were skipped before training, each with the keys record, kind and reason, which become
-            the first rows, with step 0.
-    """
+    """Write the file of skipped records, `path`, anew: first `left_out`, the records that were skipped before training,
+    with step 0 (keys record, kind and reason); then its present rows up to `step`. Rows of later steps are dropped,
+    because a resumed run repeats these steps. Without rows, the file is deleted."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))

@@ -47,8 +47,7 @@ class ExpertWarnings(StepReport):
         """Number of collapsed steps up to the last one, without a gap."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Count consecutive steps in which most experts were idle. Warn once, when there are `COLLAPSED_STEPS` of them.
-        `row` is unused; other reports need it."""
+        """Count successive steps with most experts idle; warn once, at `COLLAPSED_STEPS` of them. `row` is unused."""
         load = result.expert_load
         self.collapsed_steps = self.collapsed_steps + 1 if load is not None and load.experts_idle > MOST_IDLE else 0
         if self.collapsed_steps == COLLAPSED_STEPS:
@@ -68,8 +67,7 @@ class LossWarnings(StepReport):
         self.spikes = Spikes(sigma)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Warn of a skipped update (which is normal if there is a loss scale), or of a spike of the loss. `row` is
-        unused; other reports need it."""
+        """Warn of a skipped update, unless a loss scale makes it normal, or a spike of the loss. `row` is not used."""
         step = result.facts.step + 1
         if result.skipped and result.loss_scale is None:
             log().warning(
@@ -106,8 +104,7 @@ class Spikes:
 
     def mean_and_deviation_before(self, loss: float) -> tuple[float, float] | None:
         """Return mean and standard deviation of the preceding losses if `loss` is more than `sigma` deviations above,
-        else None. Then count `loss` as a preceding one, so that losses which stay high are reported only for a
-        while."""
+        else None. Then count `loss` as a preceding one, so that losses that stay high are soon no longer reported."""
         found = None
         if self.sigma is not None and math.isfinite(loss):
             if len(self.losses) >= FEWEST:

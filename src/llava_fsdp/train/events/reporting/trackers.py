@@ -124,8 +124,7 @@ class Trackers(StepReport):
                 )
 
     def work(self) -> None:
-        """Body of the thread: open the trackers, log the queued values until `end` queues None, and close the
-        trackers."""
+        """Body of the thread: open the trackers, log the queued values until `end` queues None, and close them."""
         trackers: list[Tracker] = []
         for key in chosen(self.cfg.track):
             with logged_errors(f"{CLASSES[key].__name__} cannot log this run"):
@@ -135,7 +134,7 @@ class Trackers(StepReport):
             for tracker in list(trackers):
                 with logged_errors(f"{type(tracker).__name__} is closed") as good:
                     tracker.log(step, values)
-                if not good:
+                if not good:  # `logged_errors` empties this list if there was an exception
                     trackers.remove(tracker)
         for tracker in trackers:
             with logged_errors(f"{type(tracker).__name__} was not closed"):
@@ -164,11 +163,8 @@ class Trackers(StepReport):
 
 @contextlib.contextmanager
 def logged_errors(what: str) -> Iterator[list[None]]:
-    """Context manager in which an exception becomes a logged warning that begins with `what`.
-
-    Yields:
-        A list with one item, which is emptied if there is an exception.
-    """
+    """Context manager in which an exception becomes a logged warning that begins with `what`. Yields a list with one
+    item, which is emptied if there is an exception, so that the caller can tell."""
     without_error = [None]
     try:
         yield without_error
