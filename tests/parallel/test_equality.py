@@ -36,6 +36,7 @@ VARIANTS = {
     "last-blocks": ("finetune", ["model.train=[language:-2]"]),
     "middle-block": ("finetune", ["model.train=[language:1:2]"]),
     "blocks-of-both": ("finetune", ["model.train=[projector,vision:-1,language:2]"]),
+    "muon": ("finetune", ["optim=muon", "model.train=[projector,language,vision]"]),
     "tower-blocks": ("finetune", ["model.train=[vision:1]"]),
 }
 
@@ -72,6 +73,8 @@ OF_BLOCKS = [("zero3", 1), *((s, w) for s in ("zero2", "zero3") for w in (2, 4))
 TABLES = [
     pytest.param("finetune", (2,), FAST_CASES, id="finetune"),
     *(pytest.param(name, (1, 2), OF_BLOCKS, id=f"{name}-all", marks=pytest.mark.slow) for name in BLOCKS),
+    pytest.param("muon", (2,), FAST_CASES, id="muon"),
+    pytest.param("muon", (1, 2), CASES, id="muon-all", marks=pytest.mark.slow),
     pytest.param("finetune", (2,), COVERING, id="finetune-covering", marks=pytest.mark.slow),
     pytest.param("pretrain", (2,), FEW_CASES, id="pretrain", marks=pytest.mark.slow),
     pytest.param("finetune-tower", (2,), CASES, id="finetune-tower", marks=pytest.mark.slow),

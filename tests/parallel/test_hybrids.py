@@ -15,7 +15,7 @@ from tiers import slow_after
 from llava_fsdp.train import main as train
 
 BATCH = ("global_batch_size=16", "max_steps=3", "optim.warmup_ratio=0")
-VARIANTS = {"full": (), "lora": (*LORA, "model.lora.dropout=0.1")}
+VARIANTS = {"full": (), "lora": (*LORA, "model.lora.dropout=0.1"), "muon": ("optim=muon",)}
 HYBRID = ("hybrid", "hybrid2")
 CASES = [
     ("full", "zero3", 4, ("pipeline=2", "tensor=2")),
@@ -27,6 +27,9 @@ CASES = [
     ("full", "hybrid2", 8, ("tensor=2", "context=2")),
     ("full", "zero3", 8, ("pipeline=2", "context=2")),
     ("lora", "zero0", 8, ("pipeline=2", "tensor=2", "context=2")),
+    ("muon", "zero3", 4, ("tensor=2",)),
+    ("muon", "zero2", 8, ("pipeline=2", "tensor=2")),
+    ("muon", "hybrid", 8, ("tensor=2", "context=2")),
 ]
 MIXTURES = [
     ("full", "zero3", 4, ("pipeline=2", "expert=2")),
@@ -42,6 +45,10 @@ MIXTURES = [
     ("full", "zero2", 8, ("tensor=2", "expert=2", "context=2")),
     ("full", "zero1", 8, ("pipeline=2", "tensor=2", "expert=2")),
     ("full", "zero3", 8, ("pipeline=2", "tensor=2", "expert=2", "context=2")),
+    ("muon", "zero3", 8, ("expert=2",)),
+    ("muon", "hybrid", 8, ("pipeline=2", "expert=2")),
+    ("muon", "zero0", 4, ("expert=2",)),
+    ("muon", "zero1", 8, ("tensor=2", "expert=4")),
 ]
 
 
@@ -77,7 +84,7 @@ def test_training_is_that_of_the_plain_loop(
     dataset: Path, tmp_path: Path, pools: dict[int, RankPool],
 ) -> None:  # fmt: skip
     recomputes = CASES.index((variant, strategy, size, kinds)) % 2 == 0
-    exported = EXPORTED if variant == "full" else ()
+    exported = () if variant == "lora" else EXPORTED
     more = *BATCH, *settings(strategy, kinds, recomputes), *VARIANTS[variant], *exported
     cfg = make_config(model, dataset, tmp_path, *more)
     folder = train_on(size, cfg, pools, timeout=240)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
+from plain_muon import PlainMuon
 from safetensors.torch import load_file
 from small import make_config
 from torch.nn import functional
@@ -18,7 +19,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
-from llava_fsdp.config import FULL_WEIGHT, Config, DType, Part, QuantizeConfig, Quantizer
+from llava_fsdp.config import FULL_WEIGHT, Config, DType, OptimName, Part, QuantizeConfig, Quantizer
 from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.tile_inputs import normalize
@@ -118,14 +119,20 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
     if adapters is not None:
         adapters.put_into(model, cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    matrices = muon_matrices(model) if cfg.optim.name is OptimName.muon else set()
+    others = [p for p in trained if p not in matrices]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    ]
+    if matrices:
+        optimizers.append(PlainMuon([p for p in trained if p in matrices], cfg.optim.momentum, weight_decay=0.0))
     assert cfg.max_steps is not None and cfg.optim.schedule.value == "cosine"
     total, warmup = cfg.max_steps, math.ceil(cfg.optim.warmup_ratio * cfg.max_steps)
     steps = open_steps(cfg)
     losses, norms = [], []
     for step in range(total):
         factor = step / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
@@ -147,13 +154,20 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
                 loss.backward()
             loss_sum += float(loss.detach())
         norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in trained if p.grad is not None)))
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(loss_sum)
     weights = dict(model.named_parameters())
     if to is not None:
         model.save_pretrained(to)
         weights = load_file(to / "model.safetensors")
     return Outcome(losses, norms, {ours(n): p.detach() for n, p in weights.items()})
+
+
+def muon_matrices(model: LlavaForConditionalGeneration) -> set[torch.nn.Parameter]:
+    """The weights of all linear layers but the output layer."""
+    linear = (m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head)
+    return {module.weight for module in linear}
 
 
 def weights_of(sample: Sample) -> torch.Tensor:

@@ -80,6 +80,7 @@ from llava_fsdp.config.keys.enums import (
     Normalize,
     OffloadMode,
     OnSaveError,
+    OptimName,
     PairForm,
     PairReference,
     Parity,

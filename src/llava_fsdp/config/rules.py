@@ -17,6 +17,7 @@ from llava_fsdp.config.keys.enums import (
     MomentDType,
     Normalize,
     OffloadMode,
+    OptimName,
     PairReference,
     Parity,
     Part,
@@ -51,6 +52,7 @@ def check_training(cfg: TrainingKeys) -> None:
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
+    check_optimizer(cfg)
     check_validation(cfg)
     if cfg.max_steps is not None:
         check_profile(cfg, cfg.max_steps)
@@ -228,6 +230,23 @@ def check_offload(cfg: TrainingKeys) -> None:
         raise ConfigError(
             f"offload={mode.value} gathers shards from the host, where nothing turns them into "
             "precision.linear=fp8; choose offload=optimizer, or precision=bf16"
+        )
+
+
+def check_optimizer(cfg: TrainingKeys) -> None:
+    """Raise ConfigError for settings with which Muon does not work."""
+    if cfg.optim.name is not OptimName.muon:
+        return
+    mode, precision = cfg.offload.mode, cfg.precision
+    if mode is not OffloadMode.none:
+        raise ConfigError(
+            f"offload={mode.value} updates weights on the CPU or a piece at a time, and optim=muon needs whole "
+            "matrices on the device; set offload=none, or optim=adamw"
+        )
+    if (precision.master_dtype, precision.moment_dtype) != (MasterDType.fp32, MomentDType.fp32):
+        raise ConfigError(
+            f"optim=muon has fp32 masters and moments, not precision.master_dtype={precision.master_dtype.value} with "
+            f"moment_dtype={precision.moment_dtype.value}; set both to fp32, or optim=adamw"
         )
 
 

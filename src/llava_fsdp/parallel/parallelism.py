@@ -7,6 +7,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from llava_fsdp.config import Config, ParallelConfig
 from llava_fsdp.parallel.check_torch import check_torch
@@ -14,6 +16,9 @@ from llava_fsdp.parallel.ranks.mesh import Meshes, set_timeout
 from llava_fsdp.parallel.ranks.rank_layout import Place, RankLayout, Share, mesh_shape, shape_of_experts
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh, ShardPlan
+
+Range = tuple[int, int]
+"""Indices [begin, end) of one dimension."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,37 @@ class Parallelism:
         """This rank's index among the consecutive ranks that have the same stages. These ranks have the same tensors,
         or parts of them, and each writes its share of a checkpoint's replicas. None: all ranks have the same."""
         return self.layout.equal_ranks(self.world.rank) if self.meshes.pipeline is not None else None
+
+    @property
+    def state_ranks(self) -> Share:
+        """This rank's index among the ranks that together hold the same parameters as it: all ranks, or those with the
+        same stages."""
+        return self.equal_ranks or Share(self.world.rank, self.world.size)
+
+    @property
+    def state_group(self) -> dist.ProcessGroup | None:
+        """The process group of `state_ranks`. None: that of all ranks, or this is the only rank."""
+        return self.meshes.pipeline.get_group("stage") if self.meshes.pipeline is not None else None
+
+    def ranges_held(self, tensor: torch.Tensor, index: int) -> list[Range]:
+        """Return which indices of each dimension of a sharded tensor one of `state_ranks` holds, by its index among
+        them. A plain tensor is whole on every rank."""
+        if not isinstance(tensor, DTensor):
+            return [(0, size) for size in tensor.shape]
+        names = tensor.device_mesh.mesh_dim_names or ()
+        # ranks are numbered in the order of each mesh's dimensions (`make_meshes`)
+        if self.meshes.experts is not None and "expert" in names:
+            sizes = dict(zip(self.meshes.experts.mesh_dim_names or (), self.meshes.experts.shape, strict=True))
+        else:
+            assert self.meshes.states is not None
+            sizes = dict(zip(self.meshes.states.mesh_dim_names or (), self.meshes.states.shape, strict=True))
+            sizes["tensor"] = self.parallel.tensor
+        places = {}
+        for name, size in reversed(sizes.items()):
+            index, places[name] = divmod(index, size)
+        mesh, place = tensor.device_mesh, [places[name] for name in names]
+        shape, begin = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, place, tensor.placements)
+        return [(first, first + count) for first, count in zip(begin, shape, strict=True)]
 
     @property
     def layer_parts(self) -> int:

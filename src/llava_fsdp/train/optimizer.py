@@ -1,4 +1,4 @@
-"""The AdamW optimizer with LLaVA's parameter groups, and learning rate schedules: functions that return the factor of
+"""The optimizer with LLaVA's parameter groups, and learning rate schedules: functions that return the factor of
 the learning rate at `step` (from 0) of `total` steps."""
 
 import math
@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Part, Schedule
+from llava_fsdp.config import Config, DType, MasterDType, MomentDType, OptimConfig, OptimName, Part, Schedule
 from llava_fsdp.model.architecture import Architecture, NamedPart, part_name
+from llava_fsdp.parallel.fsdp.parts import parts_of
+from llava_fsdp.parallel.fsdp.weights import matrix_names
 from llava_fsdp.parallel.local_shards import clean_name, local
+from llava_fsdp.parallel.muon import Muon
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW
 from llava_fsdp.parallel.precision.precision import MasterWeights
@@ -113,12 +117,14 @@ def build_optimizer(
     total_steps: int,
     is_part: bool = False,
     compiles: bool = False,
+    parallelism: Parallelism | None = None,
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
-    """Build AdamW, and the learning rate schedule.
+    """Build the optimizer, and the learning rate schedule.
 
     Args:
         is_part: whether the model is one of several stages. A stage need not have trainable parameters.
         compiles: whether torch.compile makes the kernels that convert int8 moments.
+        parallelism: the ranks that share the work of Muon, which needs it; other optimizers do not.
     """
     optim = cfg.optim
     decayed, parts = decayed_names(model), model.named_parts if isinstance(model, Architecture) else {}
@@ -135,7 +141,13 @@ def build_optimizer(
         for (has_no_decay, lr), parameters in groups.items()
     ]
     betas = optim.beta1, optim.beta2
-    if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
+    if optim.name is OptimName.muon:
+        assert isinstance(model, Architecture) and parallelism is not None
+        names = matrix_names(model, parts_of(model))
+        matrices = {parameter for name, parameter in masters.named.items() if name in names}
+        dtype = torch.bfloat16 if cfg.precision.param_dtype is DType.bf16 else torch.float32
+        optimizer = Muon(settings, matrices, optim.momentum, dtype, parallelism, betas=betas, eps=optim.eps, fused=True)
+    elif (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
         optimizer = FusedAdamW(settings, betas=betas, eps=optim.eps, fused=True)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed, compiles)

@@ -157,6 +157,11 @@ class ShownThoughts(Enum):
     hide = "hide"
 
 
+class OptimName(Enum):
+    adamw = "adamw"
+    muon = "muon"
+
+
 class SamplerName(Enum):
     shuffle = "shuffle"
     computed_shuffle = "computed_shuffle"

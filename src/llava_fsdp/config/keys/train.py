@@ -27,6 +27,7 @@ from llava_fsdp.config.keys.enums import (
     LossKernel,
     Normalize,
     OnSaveError,
+    OptimName,
     PairForm,
     PairReference,
     Parity,
@@ -73,6 +74,10 @@ class OptimConfig:
     """Share of the steps, at their end, in which the rate falls (WSD); null: all after the warm-up."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end, as a share of the peak."""
+    name: OptimName = OptimName.adamw
+    """muon: Muon for matrices, AdamW for the rest."""
+    momentum: float = 0.95
+    """Muon's decay rate of the mean of gradients."""
 
     @property
     def described_schedule(self) -> str:
@@ -86,7 +91,7 @@ class OptimConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"optim.{name}={value} must be a finite number of at least 0")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be at least 0 and below 1")
         above_zero("optim.clip", self.clip, "; null turns clipping off")

@@ -9,6 +9,7 @@ from torch import nn
 from llava_fsdp.config import LinearKind, ParallelConfig, PrecisionConfig
 from llava_fsdp.parallel.fsdp.parts import ModelParts
 from llava_fsdp.parallel.fsdp.units import block_names, units_of_blocks
+from llava_fsdp.parallel.local_shards import clean_name
 from llava_fsdp.parallel.memory.memory import OUTPUT, Weight, unit_of_experts
 from llava_fsdp.parallel.precision.fp8 import weights_in_fp8
 from llava_fsdp.parallel.precision.precision import norm_weights
@@ -72,6 +73,25 @@ def weights_of(
             size = {"per_element": module.per_element, "statistics": module.statistics_bytes}
             weights[name] = replace(weights[name], **size)
     return weights
+
+
+def matrix_names(model: nn.Module, parts: ModelParts) -> set[str]:
+    """Return the names of the parameters that Muon updates: the weights of linear layers except the output layer, and
+    experts, which are stacks of matrices. Embeddings, convolutions, routers of experts with a class of their own, norms
+    and biases are left to AdamW.
+
+    Args:
+        parts: the model's output layer and its modules with experts.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    left_out = {p for module in (parts.output, *embeddings) if module is not None for p in module.parameters()}
+    names = set()
+    for module_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            dimensions = 2 * isinstance(module, nn.Linear) or 3 * (module in parts.experts)
+            if parameter.ndim == dimensions and parameter not in left_out:
+                names.add(clean_name(f"{module_name}.{leaf}"))
+    return names
 
 
 def in_order_of_fsdp(module: nn.Module) -> Iterator[nn.Module]:

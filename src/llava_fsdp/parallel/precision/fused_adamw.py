@@ -49,23 +49,28 @@ class FusedAdamW(torch.optim.AdamW):
         """Update all parameters that have a gradient. `closure`, an argument of all torch optimizers, must be None."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
-            updated = [p for p in group["params"] if p.grad is not None]
-            if updated:
-                states = [self.state[parameter] for parameter in updated]
-                for parameter, state in zip(updated, states, strict=True):
-                    if not state:
-                        state.update(self.new_state(parameter))
-                gradients = [p.grad for p in updated if p.grad is not None]
-                columns = updated, gradients, *([state[name] for state in states] for name in MOMENTS)
-                tensors = [[plain_shard(tensor) for tensor in column] for column in columns]
-                steps = [state["step"] for state in states]
-                # on a CPU torch makes a number into a tensor once for each step count; `alpha` chooses the function
-                # that adds one tensor to all
-                if steps[0].is_cpu:
-                    torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
-                else:
-                    torch._foreach_add_(steps, 1.0)
-                fused_adamw(list(zip(*tensors, strict=True)), steps, group)
+            self.update_group(group, group["params"])
+
+    def update_group(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+        """Update those of a group's parameters that have a gradient."""
+        updated = [p for p in parameters if p.grad is not None]
+        if not updated:
+            return
+        states = [self.state[parameter] for parameter in updated]
+        for parameter, state in zip(updated, states, strict=True):
+            if not state:
+                state.update(self.new_state(parameter))
+        gradients = [p.grad for p in updated if p.grad is not None]
+        columns = updated, gradients, *([state[name] for state in states] for name in MOMENTS)
+        tensors = [[plain_shard(tensor) for tensor in column] for column in columns]
+        steps = [state["step"] for state in states]
+        # on a CPU torch makes a number into a tensor once for each step count; `alpha` chooses the function that adds
+        # one tensor to all
+        if steps[0].is_cpu:
+            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1.0)
+        fused_adamw(list(zip(*tensors, strict=True)), steps, group)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return zero moments, sharded like the parameter, and a step count of 0 on its device."""

@@ -184,7 +184,9 @@ def assemble(
     applied = apply_parallelism(model, cfg, parallelism, fill, counts)
     # with offload the optimizer may run on the CPU, for which there may be no compiler
     on_device = applied.compilations is not None and cfg.offload.mode is OffloadMode.none
-    optimizer, learning_rate = build_optimizer(model, applied.masters, cfg, loader.total_steps, is_part, on_device)
+    optimizer, learning_rate = build_optimizer(
+        model, applied.masters, cfg, loader.total_steps, is_part, on_device, parallelism
+    )
     return TrainState(
         model,
         applied.masters,
