@@ -14,7 +14,7 @@ class PlainMuon(torch.optim.Optimizer):
     decomposed in float64, and the polynomial of the Newton-Schulz iteration is applied to its singular values."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], momentum: float, weight_decay: float):
-        super().__init__(list(matrices), {"lr": 0.0, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__([{"params": list(matrices)}], {"lr": 0.0, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

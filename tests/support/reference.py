@@ -19,7 +19,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
-from llava_fsdp.config import FULL_WEIGHT, Config, DType, OptimName, Part, QuantizeConfig, Quantizer
+from llava_fsdp.config import FULL_WEIGHT, Config, DType, Part, QuantizeConfig, Quantizer
 from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.tile_inputs import normalize
@@ -119,20 +119,14 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
     if adapters is not None:
         adapters.put_into(model, cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = muon_matrices(model) if cfg.optim.name is OptimName.muon else set()
-    others = [p for p in trained if p not in matrices]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(others, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    ]
-    if matrices:
-        optimizers.append(PlainMuon([p for p in trained if p in matrices], cfg.optim.momentum, weight_decay=0.0))
+    optimizers = plain_optimizers(model, cfg)
     assert cfg.max_steps is not None and cfg.optim.schedule.value == "cosine"
     total, warmup = cfg.max_steps, math.ceil(cfg.optim.warmup_ratio * cfg.max_steps)
     steps = open_steps(cfg)
     losses, norms = [], []
     for step in range(total):
         factor = step / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for group in (*optimizers[0].param_groups, *optimizers[1].param_groups):
             group["lr"] = cfg.optim.lr * factor
         for p in trained:
             p.grad = torch.zeros_like(p)
@@ -154,8 +148,8 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
                 loss.backward()
             loss_sum += float(loss.detach())
         norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in trained if p.grad is not None)))
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizers[0].step()
+        optimizers[1].step()
         losses.append(loss_sum)
     weights = dict(model.named_parameters())
     if to is not None:
@@ -164,10 +158,14 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
     return Outcome(losses, norms, {ours(n): p.detach() for n, p in weights.items()})
 
 
-def muon_matrices(model: LlavaForConditionalGeneration) -> set[torch.nn.Parameter]:
-    """The weights of all linear layers but the output layer."""
+def plain_optimizers(model: LlavaForConditionalGeneration, cfg: Config) -> tuple[torch.optim.Optimizer, PlainMuon]:
+    """AdamW and Muon. Muon has nothing unless it is asked for; else the weights of linear layers but the output's."""
     linear = (m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head)
-    return {module.weight for module in linear}
+    matrices = {module.weight for module in linear} if cfg.optim.is_muon else set()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    of_adamw, of_muon = ([p for p in trained if (p in matrices) == is_matrix] for is_matrix in (False, True))
+    adamw = torch.optim.AdamW([{"params": of_adamw}], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    return adamw, PlainMuon(of_muon, cfg.optim.momentum, weight_decay=0.0)
 
 
 def weights_of(sample: Sample) -> torch.Tensor:

@@ -17,7 +17,6 @@ from llava_fsdp.config.keys.enums import (
     MomentDType,
     Normalize,
     OffloadMode,
-    OptimName,
     PairReference,
     Parity,
     Part,
@@ -235,7 +234,7 @@ def check_offload(cfg: TrainingKeys) -> None:
 
 def check_optimizer(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings with which Muon does not work."""
-    if cfg.optim.name is not OptimName.muon:
+    if not cfg.optim.is_muon:
         return
     mode, precision = cfg.offload.mode, cfg.precision
     if mode is not OffloadMode.none:

@@ -247,7 +247,14 @@ class Planner:
     def weights_with_shared_experts(self) -> dict[str, Weight]:
         """Return the properties of the parameters, by name, as ranks share the experts of a mixture."""
         cfg = self.cfg
-        return weights_of(self.model, parts_of(self.model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel)
+        return weights_of(
+            self.model,
+            parts_of(self.model),
+            cfg.precision,
+            cfg.sharding.blocks_per_unit,
+            cfg.parallel,
+            muon=cfg.optim.is_muon,
+        )
 
     def with_layout(self, cfg: Config) -> Self:
         """Return a planner of the same model with other kinds of parallelism, which shares all measured values. Raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llava_fsdp.config import Config, DType, MasterDType, MomentDType, OptimConfig, OptimName, Part, Schedule
+from llava_fsdp.config import Config, DType, MasterDType, MomentDType, OptimConfig, Part, Schedule
 from llava_fsdp.model.architecture import Architecture, NamedPart, part_name
 from llava_fsdp.parallel.fsdp.parts import parts_of
 from llava_fsdp.parallel.fsdp.weights import matrix_names
@@ -141,7 +141,7 @@ def build_optimizer(
         for (has_no_decay, lr), parameters in groups.items()
     ]
     betas = optim.beta1, optim.beta2
-    if optim.name is OptimName.muon:
+    if optim.is_muon:
         assert isinstance(model, Architecture) and parallelism is not None
         names = matrix_names(model, parts_of(model))
         matrices = {parameter for name, parameter in masters.named.items() if name in names}

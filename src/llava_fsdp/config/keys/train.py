@@ -80,6 +80,10 @@ class OptimConfig:
     """Muon's decay rate of the mean of gradients."""
 
     @property
+    def is_muon(self) -> bool:
+        return self.name is OptimName.muon
+
+    @property
     def described_schedule(self) -> str:
         """The schedule after the warm-up, such as `linear in the last 0.1 of the steps, to 0.2 of the peak`."""
         falls = "" if self.decay_ratio is None else f" in the last {self.decay_ratio:.3g} of the steps"

@@ -31,6 +31,7 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
     parallel: ParallelConfig | None = None,
+    muon: bool = False,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
     computed, by parameter name, in the order in which FSDP2 has the parameters of a unit.
@@ -40,8 +41,10 @@ def weights_of(
         precision: the dtypes of weights, norms and moments.
         blocks_per_unit: number of consecutive blocks that form an FSDP unit.
         parallel: says how many ranks share the experts of a mixture, and compute each layer together; None: one.
+        muon: whether matrices are updated by Muon, as with `optim=muon`.
     """
     parallel = parallel or ParallelConfig()
+    of_muon = matrix_names(model, parts) if muon else set()
     in_fp8 = weights_in_fp8(parts.stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in parts.whole for p in module.parameters()}
@@ -59,6 +62,7 @@ def weights_of(
             fp32=p in norms,
             fp8=p in in_fp8,
             unit=units.get(p, ""),
+            muon=p.requires_grad and own_names[p] in of_muon,
             moments=precision.moment_dtype if p.requires_grad else None,
         )
     for module_name, module in model.named_modules():

@@ -45,6 +45,8 @@ class Weight:
     tensor: int = 1
     """Number of ranks that compute each layer together (`parallel.tensor`), if all of them take part in sharding the
     parameter, as they do for experts that ranks share; 1 for other parameters."""
+    muon: bool = False
+    """Whether Muon updates the parameter, which has one moment, in fp32."""
     moments: MomentDType | None = None
     """The dtype of Adam's moments; None for a frozen parameter."""
 
@@ -82,6 +84,8 @@ class Weight:
         """Return the bytes of both of Adam's moments of a shard of `local` elements. Int8 moments have a scale of 4
         bytes for each block of BLOCK elements of a row (an index of dimension 0), also for the last, shorter block of a
         row. A shard has whole rows or, if the parameter is sharded along dimension 1, whole blocks."""
+        if self.muon:
+            return 4 * local
         assert self.moments is not None
         if is_quantised(self.shape, self.moments):
             row = math.prod(self.shape[1:])
@@ -243,4 +247,4 @@ def bytes_per_rank(
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
     """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights."""
     trainable = [w for w in weights if w.trainable]
-    return sum(w.master_size(precision) * w.numel + w.moment_bytes(w.numel) + 4 for w in trainable)
+    return sum(w.master_size(precision) * w.numel + w.moment_bytes(w.numel) + 4 * (not w.muon) for w in trainable)

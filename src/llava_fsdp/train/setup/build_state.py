@@ -69,7 +69,9 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:
-        weights = weights_of(model, parts_of(model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel)
+        weights = weights_of(
+            model, parts_of(model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel, muon=cfg.optim.is_muon
+        )
         about = about_run(cfg, world, model, loader.steps.records, weights)
         if world.device.type == "cuda" and utilization.peak is None:
             log().info("%s", utilization.source)
