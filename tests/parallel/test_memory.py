@@ -65,7 +65,7 @@ def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
 def shapes_of(cfg: Config) -> list[Weight]:
     """The parameters of a configuration's model, for the formulas."""
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    return list(weights_of(model, parts_of(model), cfg.precision, 1, cfg.parallel, cfg.optim.is_muon).values())
+    return list(weights_of(model, parts_of(model), cfg.precision, 1, cfg.parallel, cfg.optim).values())
 
 
 def measure(world: World, cfg: Config) -> Bytes:
@@ -84,6 +84,7 @@ def measure(world: World, cfg: Config) -> Bytes:
     masters.refresh()
     parameters, gradients = held(model, masters)
     moments = [v for found in state.optimizer.state.values() for n, v in found.items() if n != "step"]
+    moments += state.average.named.values() if state.average is not None else ()
     return Bytes(parameters, gradients, size(local(m) for m in moments), *between)
 
 
@@ -95,7 +96,8 @@ PURE = "bf16_pure precision.reduce_dtype=fp32"
 NF4, INT8_BASE = "bf16 model.quantize.mode=nf4", "bf16 model.quantize.mode=int8"
 QUICK = [
     ("finetune", INT8, ("zero3", "hybrid2")), ("finetune", PURE, ("zero1", "zero2")),
-    ("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS)), ("finetune", "bf16 optim=muon", tuple(ROWS)),
+    ("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS)),
+    ("finetune", "bf16 optim=muon optim.ema=0.9", tuple(ROWS)),
     ("finetune_qlora", NF4, ("zero2", "zero3", "hybrid")),
 ]  # fmt: skip
 CASES = slow_after(1, [pytest.param(*case, id="-".join(case[:2])) for case in QUICK])

@@ -64,7 +64,12 @@ def warn_of_later_checkpoint(run: Path) -> None:
     checkpoints = list_checkpoints(run / FOLDER)
     notes = read_notes(run / EXPORT)
     exported = notes.get("step")
-    if checkpoints and exported is not None and WHICH not in notes and (step_of(checkpoints[-1]) or 0) > exported:
+    if (
+        checkpoints
+        and exported is not None
+        and notes.get(WHICH) != "best"
+        and (step_of(checkpoints[-1]) or 0) > exported
+    ):
         log().warning("using the export of step %d; model.checkpoint=%s is later", exported, checkpoints[-1])
 
 

@@ -24,7 +24,9 @@ LARGE_ROW = 1 << 16
 """Bytes. From a row that is at least as large, the wanted columns are read alone. Smaller rows are read whole, because
 many small reads are slow."""
 WEIGHT_PREFIX = "model."
-"""Prefix of the names of trained weights in a checkpoint. All other tensors are the optimizer's state."""
+"""Prefix of the names of trained weights in a checkpoint."""
+AVERAGE_PREFIX = "ema."
+"""Prefix of the names of a moving average of the weights. All other tensors are the optimizer's state."""
 
 
 @torch.no_grad()
@@ -147,11 +149,11 @@ class SavedTensor:
         return values
 
 
-def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
+def saved_weights(checkpoint: Checkpoint, prefix: str = WEIGHT_PREFIX) -> dict[str, SavedTensor]:
     """Return the trained weights in a verified checkpoint by parameter name, in the dtype in which the optimizer
     updates them, not read yet."""
     return {
-        key.removeprefix(WEIGHT_PREFIX): SavedTensor(checkpoint.folder, key, entry)
+        key.removeprefix(prefix): SavedTensor(checkpoint.folder, key, entry)
         for key, entry in checkpoint.manifest.tensors.items()
-        if key.startswith(WEIGHT_PREFIX)
+        if key.startswith(prefix)
     }

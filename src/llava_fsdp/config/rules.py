@@ -233,10 +233,17 @@ def check_offload(cfg: TrainingKeys) -> None:
 
 
 def check_optimizer(cfg: TrainingKeys) -> None:
-    """Raise ConfigError for settings with which Muon does not work."""
+    """Raise ConfigError for settings with which Muon, or an average of the weights, does not work."""
+    mode, precision = cfg.offload.mode, cfg.precision
+    if cfg.export.which is Which.average and cfg.optim.ema is None:
+        raise ConfigError("export.which=average needs an average of the weights: optim.ema=0.999, or another")
+    if cfg.optim.ema is not None and mode is not OffloadMode.none:
+        raise ConfigError(
+            f"optim.ema keeps its average on the device, which offload={mode.value} is to spare; set one of them to "
+            "null or none"
+        )
     if not cfg.optim.is_muon:
         return
-    mode, precision = cfg.offload.mode, cfg.precision
     if mode is not OffloadMode.none:
         raise ConfigError(
             f"offload={mode.value} updates weights on the CPU or a piece at a time, and optim=muon needs whole "

@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.checkpoint.manifest import STATE_FILE
-from llava_fsdp.checkpoint.reader import saved_weights
+from llava_fsdp.checkpoint.reader import AVERAGE_PREFIX, WEIGHT_PREFIX, saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 from llava_fsdp.config import (
     AUTO,
@@ -23,6 +23,7 @@ from llava_fsdp.config import (
     Pixels,
     QuantizeConfig,
     SpecialTokens,
+    Which,
     load,
 )
 from llava_fsdp.config.command_line.renamed import VALUES, present_tree
@@ -178,7 +179,9 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     model.freeze()
     where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
     check_base_config(folder / adapter.FOLDER, parts, where, key)
-    trained = saved_weights(checkpoint)
+    trained = saved_weights(checkpoint, AVERAGE_PREFIX if cfg.which is Which.average else WEIGHT_PREFIX)
+    if cfg.which is Which.average and not trained:
+        raise CheckpointError(f"{folder} has no average of the weights: its run had optim.ema=null; set which=last")
     # a projector that was not trained is read from where the training read it
     has_projector = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if has_projector else find_projector(run)

@@ -253,7 +253,7 @@ class Planner:
             cfg.precision,
             cfg.sharding.blocks_per_unit,
             cfg.parallel,
-            muon=cfg.optim.is_muon,
+            optim=cfg.optim,
         )
 
     def with_layout(self, cfg: Config) -> Self:

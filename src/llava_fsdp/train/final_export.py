@@ -108,7 +108,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     )
     source = source_of_run(whole_model(state), cfg, state.run, state.step)
     try:
-        notes = {"dtype": cfg.export.dtype.value} | ({WHICH: "best"} if cfg.export.which is Which.best else {})
+        notes = {"dtype": cfg.export.dtype.value, **notes_of_which(cfg)}
         write_folder(FolderFormat.hf, source, weights, staged, notes)
     except LlavaFsdpError:  # raised on every rank
         if is_first_rank:
@@ -132,7 +132,7 @@ def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
     export` does not know the value of `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
-    which = "which=best" if cfg.export.which is Which.best else ""
+    which = "" if cfg.export.which is Which.last else f"which={cfg.export.which.value}"
     words = f"source={cfg.output_dir}", f"to={final}", which, dtype, "verify=false", replaced
     command = " ".join(["llava-fsdp export", *(shlex.quote(word) for word in words if word)])
     return (
@@ -166,7 +166,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
         )
         make_empty(staged)
         writer = writer_of(state, cfg)
-        writer.write(staged, tensors, {"run": state.run, "step": state.step})
+        writer.write(staged, tensors, {"run": state.run, "step": state.step, **notes_of_which(cfg)})
         prove_adapter(staged, tensors, writer.is_of_class)
         publish_folder(staged, final)
         log().info(
@@ -194,9 +194,15 @@ def folder_of(cfg: Config) -> Path | None:
     return Path(cfg.output_dir) / (FOLDER if is_adapter else EXPORT)
 
 
+def notes_of_which(cfg: Config) -> dict[str, str]:
+    """Return the entry of an export's notes that says which weights it has, unless they are those of the last step."""
+    return {} if cfg.export.which is Which.last else {WHICH: cfg.export.which.value}
+
+
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` already has an undamaged export of this step in the configured dtype. Collective."""
-    wanted = {"run": state.run, "step": state.step}
+    """Return whether `output_dir` already has an undamaged export of this step, of the configured weights and dtype.
+    Collective."""
+    wanted = {"run": state.run, "step": state.step, WHICH: None, **notes_of_which(cfg)}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
         folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
@@ -206,7 +212,8 @@ def is_current(state: TrainState, cfg: Config) -> bool:
         for name, notes in folders.items():
             folder = Path(cfg.output_dir) / name
             try:
-                if not notes.items() <= read_notes(folder).items():
+                found = read_notes(folder)
+                if any(found.get(key) != value for key, value in notes.items()):
                     return False
                 check_folder(folder)
             except DamagedModel as error:

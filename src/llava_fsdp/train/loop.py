@@ -166,6 +166,8 @@ def update_or_skip(state: TrainState, is_finite: bool) -> None:
         with part("optimizer"):
             state.optimizer.step()
             state.masters.refresh()  # updates the parameters that are copies of master weights in another dtype
+            if state.average is not None:
+                state.average.update()
         state.consecutive = 0
     else:
         state.skipped += 1

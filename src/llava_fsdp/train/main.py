@@ -157,8 +157,8 @@ def train(
 
 
 def export_model(state: TrainState, cfg: Config, world: World) -> None:
-    """Export the trained model, or with `export.which=best` that of the best checkpoint, unless the export is there
-    already. Collective."""
+    """Export the trained model, or with `export.which` that of the best checkpoint or the average of the weights,
+    unless the export is there already. Collective."""
     last_step = state.step
     best = find_best(cfg) if cfg.export.which is Which.best else None
     if best is not None:
@@ -166,6 +166,9 @@ def export_model(state: TrainState, cfg: Config, world: World) -> None:
     if not final_export.is_current(state, cfg):
         if best is not None and state.step != last_step:
             load_weights_of(state, best)
+        if cfg.export.which is Which.average:
+            assert state.average is not None
+            state.average.replace_weights()
         log().info("exported to %s", final_export.export(state, cfg, world.is_first))
     state.step = last_step
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llava_fsdp.parallel.pipeline.pipeline import Pipeline
     from llava_fsdp.parallel.precision.precision import MasterWeights
     from llava_fsdp.plan.time.mfu import Utilization
+    from llava_fsdp.train.average import WeightAverage
     from llava_fsdp.train.loss_scaler import LossScaler
     from llava_fsdp.train.optimizer import LearningRate
 
@@ -39,6 +40,8 @@ class TrainState:
     learning_rate: LearningRate
     loader: Loader
     parallelism: Parallelism
+    average: WeightAverage | None = None
+    """Moving average of the weights (`optim.ema`)."""
     sources: dict[str, Stored] = field(default_factory=dict)
     """Sources of the parameters' initial values. Empty in a dry run, which saves nothing."""
     fingerprints: dict[str, str] = field(default_factory=dict)

@@ -397,12 +397,14 @@ class BestBy(Enum):
 
 
 class Which(Enum):
-    """Choices of `export.which`, and of `which` in the command `export`: the step whose weights are exported."""
+    """Choices of `export.which`, and of `which` in the command `export`: the weights that are exported."""
 
     last = "last"
     """The last step."""
     best = "best"
     """The step with the best validation (checkpoint.best)."""
+    average = "average"
+    """The last step's moving average of the weights (optim.ema)."""
 
 
 class Task(Enum):

@@ -78,6 +78,8 @@ class OptimConfig:
     """muon: Muon for matrices, AdamW for the rest."""
     momentum: float = 0.95
     """Muon's decay rate of the mean of gradients."""
+    ema: float | None = None
+    """Decay rate of a moving average of the weights, for export.which=average; null: none."""
 
     @property
     def is_muon(self) -> bool:
@@ -98,6 +100,8 @@ class OptimConfig:
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"optim.ema={self.ema} must be above 0 and below 1; null keeps no average")
         above_zero("optim.clip", self.clip, "; null turns clipping off")
         if not 0 <= self.warmup_ratio <= 1:
             raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} must be a fraction of all steps, 0 to 1")
@@ -216,7 +220,7 @@ class ExportConfig:
     """Whether to export the base model with the adapters merged into it. The adapters alone are always
     written to output_dir/adapter."""
     which: Which = Which.last
-    """Step whose weights are exported."""
+    """Weights that are exported."""
 
     @property
     def stored(self) -> DType:

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from llava_fsdp.config import LinearKind, ParallelConfig, PrecisionConfig
+from llava_fsdp.config import LinearKind, OptimConfig, ParallelConfig, PrecisionConfig
 from llava_fsdp.parallel.fsdp.parts import ModelParts
 from llava_fsdp.parallel.fsdp.units import block_names, units_of_blocks
 from llava_fsdp.parallel.local_shards import clean_name
@@ -31,7 +31,7 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
     parallel: ParallelConfig | None = None,
-    muon: bool = False,
+    optim: OptimConfig | None = None,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
     computed, by parameter name, in the order in which FSDP2 has the parameters of a unit.
@@ -41,10 +41,10 @@ def weights_of(
         precision: the dtypes of weights, norms and moments.
         blocks_per_unit: number of consecutive blocks that form an FSDP unit.
         parallel: says how many ranks share the experts of a mixture, and compute each layer together; None: one.
-        muon: whether matrices are updated by Muon, as with `optim=muon`.
+        optim: says whether Muon updates matrices, and whether an average of the weights is kept; None: neither.
     """
     parallel = parallel or ParallelConfig()
-    of_muon = matrix_names(model, parts) if muon else set()
+    of_muon = matrix_names(model, parts) if optim is not None and optim.is_muon else set()
     in_fp8 = weights_in_fp8(parts.stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in parts.whole for p in module.parameters()}
@@ -63,6 +63,7 @@ def weights_of(
             fp8=p in in_fp8,
             unit=units.get(p, ""),
             muon=p.requires_grad and own_names[p] in of_muon,
+            average=p.requires_grad and optim is not None and optim.ema is not None,
             moments=precision.moment_dtype if p.requires_grad else None,
         )
     for module_name, module in model.named_modules():

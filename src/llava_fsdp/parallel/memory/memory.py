@@ -47,6 +47,8 @@ class Weight:
     parameter, as they do for experts that ranks share; 1 for other parameters."""
     muon: bool = False
     """Whether Muon updates the parameter, which has one moment, in fp32."""
+    average: bool = False
+    """Whether a moving average of the parameter is kept, in fp32."""
     moments: MomentDType | None = None
     """The dtype of Adam's moments; None for a frozen parameter."""
 
@@ -81,18 +83,20 @@ class Weight:
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, local: int) -> int:
-        """Return the bytes of both of Adam's moments of a shard of `local` elements. Int8 moments have a scale of 4
-        bytes for each block of BLOCK elements of a row (an index of dimension 0), also for the last, shorter block of a
-        row. A shard has whole rows or, if the parameter is sharded along dimension 1, whole blocks."""
+        """Return the bytes of the optimizer's moments of a shard of `local` elements, and of the average of the weights
+        if one is kept. Int8 moments have a scale of 4 bytes for each block of BLOCK elements of a row (an index of
+        dimension 0), also for the last, shorter block of a row. A shard has whole rows or, if the parameter is sharded
+        along dimension 1, whole blocks."""
+        average = 4 * local * self.average
         if self.muon:
-            return 4 * local
+            return average + 4 * local
         assert self.moments is not None
         if is_quantised(self.shape, self.moments):
             row = math.prod(self.shape[1:])
             rows, rest = divmod(local, max(1, row))
             blocks = rows * math.ceil(row / BLOCK) + rest // BLOCK
-            return NUM_MOMENTS * (local + 4 * blocks)
-        return NUM_MOMENTS * (2 if self.moments is MomentDType.bf16 else 4) * local
+            return average + NUM_MOMENTS * (local + 4 * blocks)
+        return average + NUM_MOMENTS * (2 if self.moments is MomentDType.bf16 else 4) * local
 
     @property
     def gathered(self) -> int:

@@ -24,7 +24,8 @@ NOTES = "llava_fsdp.json"
 README = "README.md"
 """The model card. It has no digest, because users and the hub write into it."""
 WHICH = "which"
-"""Key of the notes of an export that is of the step with the best validation, and not of the last one."""
+"""Key of the notes of an export that does not have the last weights: `best`, those of the step with the best
+validation, or `average`, the moving average of the last step."""
 FILES, DIGEST = "files", "digest"
 KINDS: dict[str, Kinds] = {
     key: (kind, type(None))

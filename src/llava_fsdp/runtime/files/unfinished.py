@@ -53,7 +53,7 @@ def earlier_export(run: Path) -> str | None:
     notes = read_notes(run / EXPORT)
     exported = notes.get("step")
     # WHICH: the export is that of the step with the best validation, so an earlier step is intended
-    if exported is None or exported >= saved or WHICH in notes:
+    if exported is None or exported >= saved or notes.get(WHICH) == "best":
         return None
     return (
         f"the export in {run} is of step {exported}, and the run has gone on to step {saved}; this training begins "

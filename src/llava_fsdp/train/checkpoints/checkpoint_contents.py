@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from llava_fsdp.checkpoint.manifest import FORMAT
+from llava_fsdp.checkpoint.reader import AVERAGE_PREFIX
 from llava_fsdp.checkpoint.state_json import without_enums
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import plain
@@ -16,12 +17,14 @@ from llava_fsdp.version import __version__
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by their names in it: master weights as `model.NAME`, and optimizer states as
-    `optim.NAME.STATE`, where NAME is the parameter's."""
+    `optim.NAME.STATE`, where NAME is the parameter's. A moving average of the weights is `ema.NAME`."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)
         for moment, value in state.optimizer.state[parameter].items():
             found[f"optim.{name}.{moment}"] = value
+    for name, average in state.average.named.items() if state.average is not None else ():
+        found[f"{AVERAGE_PREFIX}{name}"] = average
     return found
 
 

@@ -357,7 +357,7 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
     # older checkpoints lack these keys: their runs had neither adapters, quantization, thoughts nor pairs, trained on
     # the empty thought of a chat template, and their learning rates ended at 0
     added = {
-        "optim": {"name": OptimName.adamw, "momentum": 0.95, "decay_ratio": None, "min_lr_ratio": 0.0},
+        "optim": {"name": OptimName.adamw, "momentum": 0.95, "ema": None, "decay_ratio": None, "min_lr_ratio": 0.0},
         "model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())},
         "data": {
             "thoughts": Thoughts.refuse,

@@ -31,6 +31,7 @@ from llava_fsdp.plan.time.mfu import utilization_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading
+from llava_fsdp.train.average import WeightAverage
 from llava_fsdp.train.checkpoints.resume import continues, without_saved_sources
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
@@ -70,7 +71,7 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     about: dict[str, Any] = {}
     if world.is_first:
         weights = weights_of(
-            model, parts_of(model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel, muon=cfg.optim.is_muon
+            model, parts_of(model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel, optim=cfg.optim
         )
         about = about_run(cfg, world, model, loader.steps.records, weights)
         if world.device.type == "cuda" and utilization.peak is None:
@@ -196,6 +197,7 @@ def assemble(
         learning_rate,
         loader,
         parallelism,
+        average=WeightAverage(applied.masters, cfg.optim.ema) if cfg.optim.ema is not None else None,
         scaler=build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None,
         compilations=applied.compilations,
         dynamic=applied.dynamic,
