@@ -32,7 +32,8 @@ HELD_OUT = "val.every=STEPS, with val.path=FILE"
 BEST = "checkpoint.best=loss, score, ... keeps the best checkpoint, and export.which=best exports it"
 EARLY_STOP = "val.patience=N validations that are not better end the training, with checkpoint.best=loss or score"
 LEFT_OUT = f"{NOTHING}leave it out; llava-fsdp migrate SCRIPT says what becomes of each flag"
-ADAMW = f"{NOTHING}AdamW is the optimizer, and its settings are those of optim"
+OPTIMIZERS = "optim=adamw or muon"
+AVERAGE = "optim.ema=0.999 keeps a moving average of the weights, and export.which=average exports it"
 ATTENTION = "attention=auto, varlen, sdpa, flash, ..."
 TABLE: Mapping[str, str] = MappingProxyType({
     BATCH: "batch_size bs train_batch_size total_batch_size effective_batch_size",
@@ -53,6 +54,8 @@ TABLE: Mapping[str, str] = MappingProxyType({
     "optim.decay_ratio=SHARE of the steps, such as 0.1": """decay_steps_ratio wsd_decay_ratio lr_decay_ratio
         lr_wsd_decay_steps num_decay_steps""",
     "optim.min_lr_ratio=SHARE of the peak, such as 0.1": "min_lr min_lr_rate min_lr_factor lr_min_ratio",
+    AVERAGE: "ema ema_decay use_ema ema_rate ema_beta model_ema",
+    "optim.momentum": "muon_momentum",
     "epochs=N, a whole number": "num_train_epochs num_epochs epoch n_epochs max_epochs train_epochs",
     "max_steps": "train_steps num_steps steps total_steps max_train_steps num_train_steps train_iters iterations",
     "data.max_length": """model_max_length max_length max_seq_length max_seq_len seq_length sequence_len seq_len
@@ -123,7 +126,7 @@ TABLE: Mapping[str, str] = MappingProxyType({
     "comm.timeout": "ddp_timeout timeout nccl_timeout",
     "--nproc-per-node N": "num_gpus gpus n_gpu devices nproc_per_node num_processes world_size ngpus",
     "--nnodes N": "num_nodes nnodes num_machines",
-    ADAMW: "optimizer optim_type optimizer_type adafactor",
+    OPTIMIZERS: "optimizer optim_type optimizer_type adafactor",
     f"{NOTHING}the loss is plain cross entropy": "label_smoothing_factor label_smoothing",
     f"{NOTHING}embeddings get no noise": "neftune_noise_alpha neftune_alpha noise_alpha",
     f"{NOTHING}adapters are in all linear layers of the blocks of the parts that train": """lora_target_modules

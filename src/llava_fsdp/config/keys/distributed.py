@@ -164,15 +164,15 @@ class PrecisionConfig:
     """Dtype of the forward and backward pass, and of frozen weights. auto: bf16 if all devices have instructions for it
     or another key of `precision` needs it, else fp32."""
     reduce_dtype: DType
-    """Dtype in which gradients are summed over micro-batches and ranks. auto: param_dtype, which is then auto too."""
+    """Dtype in which gradients are summed over micro-batches and ranks. auto: param_dtype."""
     norm_dtype: DType
     """Dtype in which norm layers compute. Unless it is param_dtype, their weights are stored in it too. auto:
-    param_dtype, which is then auto too."""
+    param_dtype."""
     master_dtype: MasterDType
-    """Dtype in which trainable weights are stored and updated. Their gradients have it at the update. bf16 weights are
-    rounded stochastically, so that small updates count."""
+    """Dtype in which trainable weights are stored and updated, and of their gradients then. bf16 is rounded
+    stochastically, so that small updates count."""
     moment_dtype: MomentDType
-    """Dtype in which the optimizer's moments are stored between steps. They are updated in fp32."""
+    """Dtype of the optimizer's stored moments, which are updated in fp32."""
     linear: LinearKind
     """Number format of the linear layers in the language model's blocks."""
     scaler: ScalerConfig

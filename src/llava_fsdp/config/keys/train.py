@@ -55,13 +55,13 @@ class OptimConfig:
     vision_lr: float | None
     """Peak learning rate of the vision tower; null: optim.lr."""
     weight_decay: float
-    """Weight decay of AdamW; not applied to biases and norms."""
+    """Weight decay, not of biases and norms."""
     beta1: float
-    """Decay rate of AdamW's first moment, the mean of gradients."""
+    """Decay rate of AdamW's mean of gradients."""
     beta2: float
-    """Decay rate of AdamW's second moment, the mean of squared gradients."""
+    """Decay rate of AdamW's mean of squared gradients."""
     eps: float
-    """Number added to the root of the second moment."""
+    """Number added to the root of that mean."""
     clip: float | None
     """Maximum norm of all gradients together; null: no clipping. Larger gradients are scaled down to it."""
     schedule: Schedule
@@ -79,7 +79,7 @@ class OptimConfig:
     momentum: float = 0.95
     """Muon's decay rate of the mean of gradients."""
     ema: float | None = None
-    """Decay rate of a moving average of the weights, for export.which=average; null: none."""
+    """Decay rate of a moving average of the weights; null: none."""
 
     @property
     def is_muon(self) -> bool:
@@ -127,8 +127,8 @@ class CompatConfig:
 @dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
-    """What the loss is divided by. step: the label tokens of the step on all ranks;
-    micro_batch: the mean of the micro-batches' means, as in the original LLaVA."""
+    """step: the loss is divided by the step's label tokens on all ranks; micro_batch: the mean of the micro-batches'
+    means, as in the original LLaVA."""
     chunk_tokens: int
     """Number of label tokens whose logits are in memory at once."""
     kernel: LossKernel
