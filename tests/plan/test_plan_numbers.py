@@ -303,24 +303,24 @@ def test_what_a_step_waits_for() -> None:
     """What hides behind nine tenths of the arithmetic costs nothing; each way to offload moves other bytes."""
     machine = Machine(GPUS["a100-80gb"], "a100", 0, 0.0)
     steps = {
-        mode: step_time(machine, precision(), StepWork(1.5e14, 0.5e14, 1e9, 5e8, 3), Volume(), 4, mode)
+        mode: step_time(machine, precision(), StepWork(1.5e14, 0.5e14, 4e10, 5e8, 3), Volume(), mode)
         for mode in OffloadMode
     }
     plain = steps[OffloadMode.none]
     assert plain.compute == pytest.approx(2e14 / (312e12 * 0.6)) and plain.exposed == 0
-    assert plain.copies == pytest.approx(38 * 1e9 * 3 / (0.8 * 2039e9))
+    assert plain.copies == pytest.approx(4e10 / (0.8 * 2039e9))
+    assert (plain.contention, plain.host) == (0, 0.005)
     assert plain.update == pytest.approx(28 * 5e8 / (0.8 * 2039e9))
     assert steps[OffloadMode.optimizer].update == pytest.approx(plain.update + 16 * 5e8 / 32e9)
     assert steps[OffloadMode.params].exposed == steps[OffloadMode.nvme].exposed == pytest.approx(3 * 12 * 5e8 / 32e9)
     assert steps[OffloadMode.params].update == pytest.approx(28 * 5e8 / 12e9)
     assert steps[OffloadMode.nvme].update == pytest.approx(28 * 5e8 / 12e9 + 40 * 5e8 / 2e9)
     slow = Volume(sharded=1e12, shards=4)
-    added = pytest.approx((6 + 2 * 10) * 1e9 / (0.8 * 2039e9))
-    waits = step_time(machine, precision(), StepWork(2e14, 0.0, 1e9, 5e8, 3), slow, 4, OffloadMode.none)
+    waits = step_time(machine, precision(), StepWork(2e14, 0.0, 1e9, 5e8, 3), slow, OffloadMode.none)
     assert waits.exposed == pytest.approx(slow.seconds(300e9, 25e9) - 0.9 * waits.compute)
-    assert (
-        step_time(machine, precision(), StepWork(1.0, 0.0, 1e9, 5e8, 3), Volume(), 1, OffloadMode.none).copies == added
-    )
+    assert waits.contention == pytest.approx(20 / 132 * 0.9 * waits.compute), "only what runs beside the computation"
+    parts = waits.compute + waits.copies + waits.exposed + waits.update + waits.contention + waits.host
+    assert waits.seconds == pytest.approx(parts)
     assert {mode.name: share for mode, share in RECOMPUTED.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0, "dynamic": 1.0,
     }  # fmt: skip
@@ -331,14 +331,20 @@ def test_what_a_step_waits_for() -> None:
 
 def test_what_a_step_on_cpu_cores_waits_for() -> None:
     machine, sent = Machine(None, "2 CPU cores", 0, 30e9), Volume(sharded=1e12, replicated=3e11, shards=2, replicas=2)
-    work = StepWork(6e10, 3e10, 1e9, 5e8, 3)
-    step = step_time(machine, precision(), work, sent, 4, OffloadMode.none)
+    work = StepWork(6e10, 3e10, 4e10, 5e8, 3)
+    step = step_time(machine, precision(), work, sent, OffloadMode.none)
     assert (step.compute, step.update) == pytest.approx((9e10 / 42e9, 28 * 5e8 / 10e9))
-    assert step.copies == pytest.approx(38 * 1e9 * 3 / 10e9)
+    assert step.copies == pytest.approx(4e10 / 10e9) and step.host == step.contention == 0
     assert step.communication == pytest.approx((1e12 + 3e11) / 0.78 / 0.55e9)
     assert step.exposed == step.communication, "gloo runs on the cores that compute"
-    offloaded = step_time(machine, precision(), work, sent, 4, OffloadMode.optimizer)
+    offloaded = step_time(machine, precision(), work, sent, OffloadMode.optimizer)
     assert offloaded.update == pytest.approx((28 + 16) * 5e8 / 10e9)
+    calls = Volume(gathers=1, reductions=2, exchanges=4, sums=8, expert_exchanges=16, messages=32)
+    started = step_time(machine, precision(), work, calls, OffloadMode.none)
+    on_gpu = calls.seconds(1.0, 1.0) + calls.attention_seconds(1.0, 1.0) + calls.expert_seconds(1.0, 1.0)
+    assert started.exposed == pytest.approx(63e-3 + on_gpu), "gloo starts each collective anew"
+    assert [replace(machine, cores=n).with_idle(1.5) for n in (0.5, 0.75, 1, 4)] == [1, 1.125, 1.5, 1.5]
+    assert H100.with_idle(1.5) == 1.5, "no other rank uses its GPU"
 
 
 @pytest.mark.parametrize(

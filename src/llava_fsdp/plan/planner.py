@@ -63,13 +63,16 @@ from llava_fsdp.plan.memory.stage_memory import segments_of_stage, simulate_pipe
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import MIB, Machine, machine_for
+from llava_fsdp.plan.time.heaviest_rank import heaviest_over_mean
 from llava_fsdp.plan.time.layer_volume import layer_volume
 from llava_fsdp.plan.time.step_time import (
     ExpertLayers,
     StepTime,
     StepWork,
     Volume,
+    added_bytes,
     context_volume,
+    copied_bytes,
     expert_volume,
     received_by_attention,
     recomputed_share,
@@ -573,24 +576,37 @@ class Planner:
         recomputed = self.recomputed_flops(choice) / self.tensor
         # idle time of a pipeline, as a share of the time in which it computes: arXiv 2104.04473, section 2.2
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (idle_spread or len(micros)))
-        # samples of a rank, of each of which it computes the share of its group
-        work = group.share * self.cfg.global_batch_size / same_part.world_size
+        # samples of the heaviest rank, of each of which it computes the share of its group
+        work = group.share * self.cfg.global_batch_size / same_part.world_size * self.heaviest_over_mean(ranks)
+        copied = self.cached(
+            (group, "copied", strategy, same_part, len(micros), ranks.world_size > 1),
+            lambda: (
+                copied_bytes(group.weights, strategy, precision, same_part, len(micros))
+                if ranks.world_size > 1
+                else added_bytes(precision, len(micros)) * trained
+            ),
+        )
         step = step_time(
             self.machine,
             precision,
             StepWork(
                 flops=work * of_rank,
                 recomputed=work * recomputed,
-                trainable=trained,
+                copied=copied,
                 local=local,
                 micro_batches=len(micros),
             ),
             sent,
-            ranks.world_size,
             choice.offload,
         )
         # behind `step_time`, because idle time hides no communication
-        return replace(step, compute=step.compute * (1 + idle)), sent
+        return replace(step, compute=step.compute * self.machine.with_idle(1 + idle)), sent
+
+    def heaviest_over_mean(self, ranks: RankCounts) -> float:
+        """Return the work of the rank with the most in a step, divided by the mean rank's."""
+        cfg, groups = self.cfg, RankLayout(self.cfg.parallel, ranks.world_size).num_row_groups
+        key = "heaviest", groups, cfg.global_batch_size, cfg.micro_batch_size, cfg.packs
+        return self.cached(key, lambda: heaviest_over_mean(cfg, self.samples, self.flops, groups))
 
     def recomputed_flops(self, choice: Choice) -> float:
         """Return the FLOPs of a sample that run again in the backward pass."""

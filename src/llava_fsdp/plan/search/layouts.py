@@ -285,6 +285,7 @@ def why_not(one: Planned, chosen: Planned) -> str:
     parts = {
         "computation and waiting for other stages": row.step.compute - best.step.compute,
         "communication that nothing hides": row.step.exposed - best.step.exposed,
+        "communication beside computation": row.step.contention - best.step.contention,
         "copies of weights": row.step.copies - best.step.copies,
         "the update": row.step.update - best.step.update,
     }

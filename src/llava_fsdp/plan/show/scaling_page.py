@@ -14,7 +14,7 @@ from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.layouts import Planned
 from llava_fsdp.plan.search.search import checkpointing_modes, plan_rows, splits_to_try
 from llava_fsdp.plan.time.hardware import Machine
-from llava_fsdp.plan.time.step_time import HOP, HOP_BETWEEN, LATENCY, LINK_EFFICIENCY, OVERLAP
+from llava_fsdp.plan.time.step_time import HOP, HOP_BETWEEN, LATENCY, LINK_EFFICIENCY, NCCL_SHARE, OVERLAP
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report.charts.downsample import Point
 from llava_fsdp.report.charts.html import heading, section, table, whole_page
@@ -152,9 +152,10 @@ def assumptions(machine: Machine, samples: Samples) -> list[str]:
     if machine.gpu is not None:
         gpu = machine.gpu
         lines += [
-            f"Blocks reach {gpu.efficiency:.0%} of the peak FLOPs. Peaks and links: {gpu.source}.",
+            f"Blocks reach {gpu.efficiency:.1%} of the peak FLOPs ({gpu.basis.value}). Peaks and links: {gpu.source}.",
             f"Two GPUs of a node exchange {gpu.link / 1e9:g} GB/s in each direction, and each GPU sends "
-            f"{gpu.network / 1e9:g} GB/s to other nodes; collectives reach {LINK_EFFICIENCY:.0%} of that.",
+            f"{gpu.network / 1e9:g} GB/s to other nodes; collectives reach {LINK_EFFICIENCY:.0%} of that, and take "
+            f"{NCCL_SHARE:.0%} of the GPU from computation beside them.",
         ]
     return [
         *lines,
@@ -162,7 +163,7 @@ def assumptions(machine: Machine, samples: Samples) -> list[str]:
         f"{HOP_BETWEEN * 1e6:g} us for each node.",
         f"Collectives of weights and gradients overlap with {OVERLAP:.0%} of the computation; those within layers "
         "do not overlap.",
-        "All ranks have equal work, data is never waited for, and no node is slower than another.",
+        "Samples are dealt to ranks as in a training, data is never waited for, and no node is slower than another.",
     ]
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 
@@ -12,6 +13,15 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.host import cpu_has_bf16, gpu_has_bf16, read_host
 
 MIB = 1 << 20
+
+
+class Basis(Enum):
+    """Where a GPU's `efficiency` comes from."""
+
+    measured = "measured here"
+    carried = "measured here on a GPU with the same chip"
+    published = "published"
+    estimate = "estimated"
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,9 @@ class Gpu:
     """Bytes per second between nodes: one GPU's share of the network of a machine that is usual for this GPU."""
     efficiency: float
     """Share of the peak FLOPs that training reaches in the model's blocks, counting recomputed FLOPs too."""
+    basis: Basis
     source: str
+    """Where all other numbers come from."""
 
     def peak(self, dtype: DType) -> float:
         """Return the peak FLOPs per second in a dtype. Raise ConfigError if the GPU does not compute in it."""
@@ -50,40 +62,41 @@ class Gpu:
 
 A100 = "NVIDIA A100 datasheet, June 2021; DGX A100: one 200 Gb/s port a GPU"
 HOPPER = "NVIDIA H100 and H200 datasheets (SXM); DGX H100: one 400 Gb/s port a GPU"
+MEASURED, CARRIED, PUBLISHED, ESTIMATE = Basis
 # Efficiency. A100: llm-foundry trains 7B and 13B with FSDP at 58 to 62 % of the peak (scripts/train/benchmarking).
-# H100: 45 % there, 30 to 35 % in torchtitan and fms-fsdp. H200: measured here, compiled blocks of a 7B
-# (benchmarks/results/planner-7b-cuda-2026-11-26.json). The others are
-# estimates from these: memory bandwidth keeps small GPUs busy more easily than B200.
+# H200: compiled blocks of a 7B (eight rows of benchmarks/results/*cuda*, each within 3 %). H100: the same chip with
+# slower memory; other programs reach 45 % (llm-foundry), or 30 to 35 % (torchtitan, fms-fsdp). The estimates are from
+# these: memory bandwidth keeps small GPUs busy more easily than B200.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        # name, MiB, fp32, fp16, bf16, fp8, bandwidth, link, pcie, network, efficiency
-        Gpu("a100-40gb", 40960 * MIB, 19.5e12, 312e12, 312e12, None, 1555e9, 300e9, 32e9, 25e9, 0.60, A100),
-        Gpu("a100-80gb", 81920 * MIB, 19.5e12, 312e12, 312e12, None, 2039e9, 300e9, 32e9, 25e9, 0.60, A100),
-        Gpu("h100", 81559 * MIB, 67e12, 989e12, 989e12, 1979e12, 3350e9, 450e9, 64e9, 50e9, 0.45, HOPPER),
-        Gpu("h200", 143771 * MIB, 67e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.57, HOPPER),
+        # name, MiB, fp32, fp16, bf16, fp8, bandwidth, link, pcie, network, efficiency, basis
+        Gpu("a100-40gb", 40960 * MIB, 19.5e12, 312e12, 312e12, None, 1555e9, 300e9, 32e9, 25e9, 0.60, PUBLISHED, A100),
+        Gpu("a100-80gb", 81920 * MIB, 19.5e12, 312e12, 312e12, None, 2039e9, 300e9, 32e9, 25e9, 0.60, PUBLISHED, A100),
+        Gpu("h100", 81559 * MIB, 67e12, 989e12, 989e12, 1979e12, 3350e9, 450e9, 64e9, 50e9, 0.575, CARRIED, HOPPER),
+        Gpu("h200", 143771 * MIB, 67e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.575, MEASURED, HOPPER),
         Gpu(
-            "b200", 183359 * MIB, 75e12, 2250e12, 2250e12, 4500e12, 7700e9, 900e9, 64e9, 50e9, 0.40,
+            "b200", 183359 * MIB, 75e12, 2250e12, 2250e12, 4500e12, 7700e9, 900e9, 64e9, 50e9, 0.40, ESTIMATE,
             "NVIDIA DGX B200 datasheet: 72 PFLOPs fp8 with sparsity for 8 GPUs; NVLink 5",
         ),
         Gpu(
-            "l40s", 46068 * MIB, 91.6e12, 362e12, 362e12, 733e12, 864e9, 32e9, 32e9, 6.25e9, 0.50,
+            "l40s", 46068 * MIB, 91.6e12, 362e12, 362e12, 733e12, 864e9, 32e9, 32e9, 6.25e9, 0.50, ESTIMATE,
             "NVIDIA L40S datasheet; PCIe 4 x16, no NVLink; AWS g6e.48xlarge: 400 Gb/s for 8 GPUs",
         ),
         Gpu(
-            "a10g", 23028 * MIB, 35e12, 70e12, 70e12, None, 600e9, 32e9, 32e9, 1.56e9, 0.55,
+            "a10g", 23028 * MIB, 35e12, 70e12, 70e12, None, 600e9, 32e9, 32e9, 1.56e9, 0.55, ESTIMATE,
             "NVIDIA A10G datasheet; AWS g5.48xlarge: PCIe, 100 Gb/s for 8 GPUs",
         ),
         Gpu(
-            "4090", 24564 * MIB, 82.6e12, 165.2e12, 165.2e12, 330.3e12, 1008e9, 32e9, 32e9, 0.3125e9, 0.55,
+            "4090", 24564 * MIB, 82.6e12, 165.2e12, 165.2e12, 330.3e12, 1008e9, 32e9, 32e9, 0.3125e9, 0.55, ESTIMATE,
             "NVIDIA Ada GPU architecture white paper, with fp32 accumulation; PCIe 4 x16; 10 Gb/s Ethernet for 4 GPUs",
         ),
         Gpu(
-            "v100", 32768 * MIB, 15.7e12, 125e12, None, None, 900e9, 150e9, 16e9, 6.25e9, 0.45,
+            "v100", 32768 * MIB, 15.7e12, 125e12, None, None, 900e9, 150e9, 16e9, 6.25e9, 0.45, ESTIMATE,
             "NVIDIA V100 datasheet (SXM2, 32 GB); DGX-1: four 100 Gb/s ports for 8 GPUs",
         ),
         Gpu(
-            "t4", 15360 * MIB, 8.1e12, 65e12, None, None, 320e9, 16e9, 16e9, 1.56e9, 0.35,
+            "t4", 15360 * MIB, 8.1e12, 65e12, None, None, 320e9, 16e9, 16e9, 1.56e9, 0.35, ESTIMATE,
             "NVIDIA T4 datasheet; PCIe 3 x16; AWS g4dn.metal: 100 Gb/s for 8 GPUs",
         ),
     )
@@ -144,6 +157,8 @@ class Machine:
     """Whether the CPU cores have instructions for bf16."""
     core_efficiency: float = 1.0
     """Share of `flops` that a step reaches."""
+    cores: float = 1.0
+    """CPU cores for each rank, below 1 if ranks share a core."""
 
     @property
     def efficiency(self) -> float:
@@ -161,6 +176,11 @@ class Machine:
             return max(0, self.memory - PROCESS_BYTES)
         nccl = NCCL + NCCL_MORE * (groups - 1) if groups else 0
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CUDA_CONTEXT_BYTES - nccl)
+
+    def with_idle(self, factor: float) -> float:
+        """Return by what factor a step's computation takes longer if a rank computes or waits for other stages of a
+        pipeline `factor` times as long as it computes. While a rank waits, others that share its cores use them."""
+        return factor if self.gpu is not None else max(1.0, factor * min(1.0, self.cores))
 
     @property
     def has_bf16(self) -> bool:
@@ -233,7 +253,8 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
         cores = host.usable_cores
         flops = CORE_FLOPS * cores / ranks
         name = f"{cores} CPU cores"
-        return Machine(None, name, host.usable_memory // ranks, flops, cores_have_bf16=cpu_has_bf16())
+        memory, bf16 = host.usable_memory // ranks, cpu_has_bf16()
+        return Machine(None, name, memory, flops, cores_have_bf16=bf16, cores=cores / ranks)
     gpu_here = torch.cuda.get_device_properties(0)
     plain_name = gpu_here.name.lower().replace(" ", "")
     # name in the table -> how CUDA's names of this GPU contain it, if that is not the same

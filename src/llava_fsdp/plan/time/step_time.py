@@ -38,13 +38,23 @@ LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
 """Seconds of latency from one rank of a ring to the next, within a node and between nodes."""
-COPIED_BYTES = 38
-"""Bytes of memory traffic per parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
+SLOW_ADD = 1.4
+"""How many times as long as its bytes take torch's addition of a 16-bit gradient to an fp32 sum takes (measured on an
+H200: 24.5 ms instead of 17.6 ms for 6.76e9 parameters, benchmarks/results/planner-7b-cuda-2026-11-26.json)."""
+NCCL_SHARE = 20 / 132
+"""Share of a GPU's processors that NCCL's kernels take from a computation that runs at the same time. DeepSeek-V3
+reserves 20 of the 132 of an H800 (arXiv 2412.19437, section 3.2.2). An estimate for other GPUs; not measured here."""
+HOST_SECONDS = 0.005
+"""Seconds of a step on a GPU in which the host works while the GPU waits: it reads losses and norm, and launches the
+first kernels of the next step. An estimate; not measured here."""
 UPDATED_BYTES = 28
 """Bytes of memory traffic of AdamW's update per parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 0.55e9
 """Bytes per second between two ranks on a CPU machine by gloo (measured: 0.53 to 0.57e9 in an all-gather, 0.30 to
 0.40e9 in a reduce-scatter)."""
+CPU_LATENCY = 1e-3
+"""Seconds to start a collective by gloo (measured for 8 bytes on two busy cores: medians of 0.2 to 0.9 ms on two ranks,
+0.8 to 5 ms on four)."""
 CPU_BANDWIDTH = 10e9
 """Bytes per second of a CPU machine's memory."""
 RECOMPUTED = {
@@ -115,6 +125,12 @@ class Volume:
     @property
     def total(self) -> float:
         return self.sharded + self.replicated + self.context + self.tensor + self.experts + self.pipeline
+
+    @property
+    def calls(self) -> float:
+        """Number of all collectives and messages."""
+        of_layers = self.exchanges + self.sums + self.expert_exchanges
+        return self.gathers + self.reductions + of_layers + self.messages
 
     @property
     def nodes(self) -> int:
@@ -319,10 +335,14 @@ class StepTime:
     exposed: float
     """Communication that computation does not hide."""
     update: float
+    contention: float = 0.0
+    """Computation that takes longer because NCCL's kernels run at the same time."""
+    host: float = 0.0
+    """The GPU waits for the host."""
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.copies + self.exposed + self.update
+        return self.compute + self.copies + self.exposed + self.update + self.contention + self.host
 
 
 def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
@@ -333,6 +353,51 @@ def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
     return (master + made) * (made != master) + (2 * master + made) * (micro_batches - 1)
 
 
+def copied_bytes(
+    weights: Sequence[Weight], strategy: Strategy, precision: PrecisionConfig, ranks: RankCounts, micro_batches: int
+) -> float:
+    """Return the bytes of memory traffic of a step in which FSDP2 copies, casts and adds whole weights and gradients,
+    while the computation waits. bf16 with fp32 reductions moves for each parameter and micro-batch 14 bytes with zero3,
+    10 with zero2 and, with two to four micro-batches, 12 to 17 with zero1.
+
+    From torch 2.13's `_fully_shard`: `foreach_all_gather_copy_out` copies gathered weights out of one buffer, and
+    `foreach_reduce` copies gradients into one, in the dtype of the reduction. Without a reduction,
+    `to_accumulated_grad_if_needed` casts the first gradient to that dtype, and `accumulate_unsharded_grad_if_needed`
+    adds later ones. Not counted is what runs on streams of its own: copies and sums of shards and, where nothing is
+    sharded, the copy of the gradients that are all-reduced.
+
+    Args:
+        weights: the part of the model that the rank has.
+        ranks: numbers of the ranks that hold the same part of the model.
+    """
+    plan = SHARD_PLANS[strategy]
+    _, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
+    gathers = micro_batches if plan.reshard_every_micro_batch else 1
+    is_last = plan.gradient_sync is Sync.LAST_MICRO_BATCH
+    total = 0.0
+    for weight in weights:
+        if not weight.trainable and (weight.whole or not plan.shards_frozen):
+            continue  # FSDP does not handle it
+        made, gathered, stored = (
+            weight.item_size(precision), weight.gathered_size(precision), weight.master_size(precision)
+        )  # fmt: skip
+        # only units of blocks are freed after the forward pass, and gathered again
+        freed = plan.reshard_after_forward and weight.fsdp_unit not in (ROOT, OUTPUT, NORMS)
+        # a copy reads and writes; a weight that is not sharded is cast first, if it is stored in another dtype
+        is_cast = weight.own_shards(shards) == 1 and weight.trainable and stored != made
+        moved: float = gathers * (1 + freed) * (2 * gathered + (stored + made) * is_cast)
+        if weight.trainable:
+            reduced = weight.reduce_size(precision)
+            if is_last and micro_batches > 1:
+                # the first gradient is cast, or left as it is; later ones are added; the sum is copied
+                added = 3 * made if made == reduced else (2 * reduced + made) * SLOW_ADD
+                moved += (made + reduced) * (made != reduced) + (micro_batches - 1) * added + 2 * reduced
+            else:
+                moved += micro_batches * (made + reduced)
+        total += moved * weight.gathered
+    return total
+
+
 @dataclass(frozen=True)
 class StepWork:
     """What a rank computes in a step."""
@@ -341,25 +406,19 @@ class StepWork:
     """FLOPs of the rank's samples, without recomputation."""
     recomputed: float
     """FLOPs that run again in the backward pass."""
-    trainable: float
-    """Number of trainable parameters."""
+    copied: float
+    """Bytes of memory traffic in which weights and gradients are copied, cast and added."""
     local: float
     """Number of trainable parameters that this rank updates."""
     micro_batches: int
 
 
 def step_time(
-    machine: Machine,
-    precision: PrecisionConfig,
-    work: StepWork,
-    sent: Volume,
-    world_size: int,
-    offload: OffloadMode,
+    machine: Machine, precision: PrecisionConfig, work: StepWork, sent: Volume, offload: OffloadMode
 ) -> StepTime:
     """Predict the seconds of a step on one rank. `work`: what the rank computes; `sent`: bytes that it receives from
-    other ranks. With several ranks, FSDP copies weights and gradients in each micro-batch; one only adds gradients.
-    On a GPU, FSDP's communication runs during the share OVERLAP of the computation; attention and experts wait for
-    theirs."""
+    other ranks. On a GPU, FSDP's communication runs during the share OVERLAP of the computation, which it slows down;
+    attention and experts wait for theirs."""
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * machine.efficiency
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
@@ -367,9 +426,11 @@ def step_time(
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
     seconds = sent.seconds(link, network)
     waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
-    exposed = max(0.0, seconds - (OVERLAP * compute if gpu else 0.0)) + waiting
-    moved = COPIED_BYTES * work.micro_batches if world_size > 1 else added_bytes(precision, work.micro_batches)
-    copies = moved * work.trainable / bandwidth
+    if gpu is None:
+        waiting += CPU_LATENCY * sent.calls
+    unhidden = max(0.0, seconds - (OVERLAP * compute if gpu else 0.0))
+    contention, exposed = NCCL_SHARE * (seconds - unhidden), unhidden + waiting
+    copies = work.copied / bandwidth
     update = UPDATED_BYTES * work.local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
@@ -380,7 +441,8 @@ def step_time(
         update = UPDATED_BYTES * work.local / HOST_UPDATE_BANDWIDTH
         if offload is OffloadMode.nvme:  # bytes for each weight that are read from files and written to them
             update += 40 * work.local / DISK_BANDWIDTH
-    return StepTime(compute, copies, communication=seconds + waiting, exposed=exposed, update=update)
+    host = HOST_SECONDS if gpu else 0.0
+    return StepTime(compute, copies, seconds + waiting, exposed, update, contention, host)
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
