@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,17 @@ from steps import begin
 from torch import nn
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OffloadMode
+from llava_fsdp.model.llava.llava import build_llava
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel import muon
+from llava_fsdp.parallel.fsdp.parts import parts_of
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.muon import MOMENTUM, Muon, Stack, deal_out, orthogonalize, stacks_of
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.plan.time.muon_cost import muon_cost
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -149,6 +156,7 @@ def traffic_of_update(world: World, cfg: Config) -> tuple[int, int, int]:
     matrices = state.optimizer.matrices
     assert all(set(state.optimizer.state[p]) == {MOMENTUM} for p in matrices)
     moved = counter.moved["all_to_all"]["bytes"]
+    assert counter.moved["all_to_all"]["calls"] == 2 * len(state.optimizer.rounds)
     return moved, sum(local(p).numel() for p in matrices), sum(p.numel() for p in matrices)
 
 
@@ -163,3 +171,42 @@ def test_an_update_sends_parts_of_matrices_twice(
     shards, whole = sum(own for _, own, _ in found), found[0][2]
     # each matrix goes to one rank (with zero0, that is no way), and its results to all ranks that hold the parts
     assert whole + shards <= sent <= 1.2 * (whole + shards)
+
+
+def elements_sent(world: World, cfg: Config) -> tuple[int, int]:
+    """Elements that all ranks together send to others in an update, and the collectives."""
+    optimizer = begin(world, cfg).optimizer
+    assert isinstance(optimizer, Muon)
+    sent = 0
+    for owned in (owned for round_ in optimizer.rounds for of_rank in round_ for owned in of_rank):
+        stack = owned.stack
+        sent += sum(stack.count * muon.area(part) for part, rank in owned.senders.items() if rank != owned.owner)
+        sent += sum(stack.count * muon.area(part) for rank, part in stack.parts.items() if rank != owned.owner)
+    return sent, 2 * len(optimizer.rounds)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "shards"), [("zero0", 1), ("zero1", 4), ("hybrid", 2)])
+def test_the_plan_knows_the_bytes_of_an_update(
+    strategy: str, shards: int, configure: Configure, pools: dict[int, RankPool]
+) -> None:
+    shard_size = shards if strategy == "hybrid" else "null"
+    cfg = configure("optim=muon", f"sharding={strategy}", f"sharding.shard_size={shard_size}", "precision=fp32")
+    model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
+    weights = list(weights_of(model, parts_of(model), cfg.precision, 1, cfg.parallel, cfg.optim).values())
+    planned = muon_cost(weights, shards, 4, 4)
+    [(sent, calls)] = set(pools[4].run(elements_sent, cfg))
+    assert planned.calls == calls
+    # the largest shard is planned, and rows that four ranks do not divide evenly make others smaller
+    assert planned.received == pytest.approx(4 * sent / 4, rel=0.05)
+
+
+def test_the_plan_knows_the_work_of_an_update() -> None:
+    """Of a 7B: 0.68 PFLOP over all ranks, whole matrices of tensor parallelism too."""
+    width, inner = 4096, 11008
+    shapes = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner)]
+    weights = [Weight(shape, True, False, False, muon=True, moments=MomentDType.fp32) for shape in shapes] * 32
+    assert muon_cost(weights, 8, 8, 2).flops == pytest.approx(0.6844e15 / 8, rel=1e-3)
+    cut = [replace(w, shape=(w.shape[0] // 2, w.shape[1]), whole_shape=w.shape) for w in weights]
+    assert muon_cost(cut, 4, 8, 2).flops == muon_cost(weights, 8, 8, 2).flops
+    assert muon_cost(weights, 1, 1, 2).received == 0

@@ -19,6 +19,7 @@ from llava_fsdp.config import (
     ActivationCheckpointingConfig,
     Config,
     ContextHow,
+    DType,
     OffloadMode,
     Strategy,
 )
@@ -65,6 +66,7 @@ from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.time.heaviest_rank import heaviest_over_mean
 from llava_fsdp.plan.time.layer_volume import layer_volume
+from llava_fsdp.plan.time.muon_cost import MuonCost, muon_cost
 from llava_fsdp.plan.time.step_time import (
     ExpertLayers,
     StepTime,
@@ -566,6 +568,8 @@ class Planner:
         sent = one.extrapolated(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), ranks, micros, group)
+        muon = self.muon_cost(group, choice, same_part)
+        sent = replace(sent, muon=muon.received, muon_exchanges=muon.calls)
         flops = sample_flops(self.flops, self.samples)
         # the vision part is not divided: each of the ranks that compute layers together computes it for itself
         tower = self.flops.tile * self.samples.tiles
@@ -595,12 +599,25 @@ class Planner:
                 copied=copied,
                 local=local,
                 micro_batches=len(micros),
+                muon=muon,
             ),
             sent,
             choice.offload,
         )
         # behind `step_time`, because idle time hides no communication
         return replace(step, compute=step.compute * self.machine.with_idle(1 + idle)), sent
+
+    def muon_cost(self, group: Group, choice: Choice, ranks: RankCounts) -> MuonCost:
+        """Return what an update by Muon costs each rank of a group; nothing with another optimizer. `ranks`: numbers of
+        ranks that hold the same part of the model."""
+        if not self.cfg.optim.is_muon:
+            return MuonCost()
+        _, shards = mesh_shape(SHARD_PLANS[choice.strategy], ranks.world_size, ranks.shard_size)
+        width = 2 if self.cfg.precision.param_dtype is DType.bf16 else 4
+        return self.cached(
+            (group, "muon", shards, ranks.world_size),
+            lambda: muon_cost(group.weights, shards, ranks.world_size * self.tensor, width),
+        )
 
     def heaviest_over_mean(self, ranks: RankCounts) -> float:
         """Return the work of the rank with the most in a step, divided by the mean rank's."""
@@ -663,7 +680,8 @@ class Planner:
         kept, _ = self.input_bytes(micros)
         _, inputs = self.input_bytes(micros if group.has_first else [replace(m, tiles=0) for m in micros])
         buffers = self.buffer_bytes + kept
-        states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, inputs=(max(inputs),))
+        updating = self.muon_cost(group, choice, ranks).buffers
+        states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, updating, (max(inputs),))
         _, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
         units = self.units(group, choice, shards)
         order = self.cached(
@@ -846,6 +864,8 @@ class Planner:
         stored = self.held(choice, ranks, rank, group)
         kept, inputs = self.input_bytes(micros)  # bytes of inputs: held for the whole step, held by each micro-batch
         states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
+        if self.cfg.optim.is_muon:
+            states = replace(states, updating=self.muon_cost(group, choice, ranks).buffers)
         # a single rank uses FSDP only if it has parts of layers, or offloads weights
         if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)

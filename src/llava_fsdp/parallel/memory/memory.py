@@ -45,6 +45,8 @@ class Weight:
     tensor: int = 1
     """Number of ranks that compute each layer together (`parallel.tensor`), if all of them take part in sharding the
     parameter, as they do for experts that ranks share; 1 for other parameters."""
+    whole_shape: tuple[int, ...] | None = None
+    """Shape of the parameter of which this is a part under tensor parallelism; None: it is whole."""
     muon: bool = False
     """Whether Muon updates the parameter, which has one moment, in fp32."""
     average: bool = False
@@ -167,7 +169,8 @@ def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size
         if dimension is not None:
             each = math.ceil(shape[dimension] / size)
             shape[dimension] = max(0, min(each, shape[dimension] - index * each))
-        found[name] = replace(weight, shape=tuple(shape))
+        whole = None if dimension is None else weight.shape
+        found[name] = replace(weight, shape=tuple(shape), whole_shape=whole)
     return found
 
 

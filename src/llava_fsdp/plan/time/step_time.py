@@ -26,6 +26,7 @@ from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Sync
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
+from llava_fsdp.plan.time.muon_cost import MuonCost
 from llava_fsdp.plan.workload import Samples
 
 LINK_EFFICIENCY = 0.78
@@ -107,6 +108,10 @@ class Volume:
     expert_exchanges: int = 0
     """Number of collectives between ranks that share experts."""
     expert_size: int = 1
+    muon: float = 0.0
+    """Bytes of matrices received in an update by Muon, from all ranks with the same stages."""
+    muon_exchanges: int = 0
+    """Number of collectives of such an update."""
     pipeline: float = 0.0
     """Bytes received from the ranks with the stages before and behind."""
     messages: int = 0
@@ -124,12 +129,13 @@ class Volume:
 
     @property
     def total(self) -> float:
-        return self.sharded + self.replicated + self.context + self.tensor + self.experts + self.pipeline
+        of_layers = self.context + self.tensor + self.experts + self.pipeline
+        return self.sharded + self.replicated + of_layers + self.muon
 
     @property
     def calls(self) -> float:
         """Number of all collectives and messages."""
-        of_layers = self.exchanges + self.sums + self.expert_exchanges
+        of_layers = self.exchanges + self.sums + self.expert_exchanges + self.muon_exchanges
         return self.gathers + self.reductions + of_layers + self.messages
 
     @property
@@ -175,6 +181,11 @@ class Volume:
         overlap with nothing: experts wait for tokens. `link`, `network`: bytes per second within and between nodes."""
         size = self.expert_size
         return self.waiting_seconds(self.experts, self.expert_exchanges, size, size, link, network)
+
+    def muon_seconds(self, link: float, network: float) -> float:
+        """Return the seconds in which an update by Muon exchanges matrices. It overlaps with nothing."""
+        size = self.shards * self.replicas * self.tensor_size
+        return self.waiting_seconds(self.muon, self.muon_exchanges, size, size, link, network)
 
     def waiting_seconds(
         self, received: float, calls: float, size: int, span: int, link: float, network: float
@@ -411,6 +422,7 @@ class StepWork:
     local: float
     """Number of trainable parameters that this rank updates."""
     micro_batches: int
+    muon: MuonCost = MuonCost()
 
 
 def step_time(
@@ -432,6 +444,7 @@ def step_time(
     contention, exposed = NCCL_SHARE * (seconds - unhidden), unhidden + waiting
     copies = work.copied / bandwidth
     update = UPDATED_BYTES * work.local / bandwidth
+    update += work.muon.flops / rate + sent.muon_seconds(link, network)
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
         update += 16 * work.local / pcie  # both fp32 moments, to the device and back: 4 times 4 bytes
