@@ -95,10 +95,12 @@ class PlanConfig(Config):
     rows: int
     """Maximum number of rows of the printed table."""
     page: str
-    """HTML file for the chart of speed by nodes, if nodes > 1, or of the longest sample by GPUs."""
+    """HTML file for the chart, with nodes > 1 or longest=true."""
     longest: bool
-    """Whether to predict the longest sample that can be trained on 1, 2, 4 and more GPUs."""
+    """Whether to predict the longest sample that fits on 1, 2, 4, ... GPUs."""
     format: Format
+    runs: str | None = None
+    """Folder of runs whose measured seconds correct predictions; null: none."""
 
     def __post_init__(self) -> None:
         super(PlanConfig, self).__post_init__()

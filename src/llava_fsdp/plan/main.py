@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from llava_fsdp.config import (
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
+from llava_fsdp.plan.measured_runs import Correction, find_correction
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
@@ -48,7 +49,7 @@ from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import StageLine, Watch, watch_silently
 
-OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
+OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "runs", "format"}
 TRIED = {"sharding", "activation_checkpointing", "offload"}
 """Configuration groups of which the planner tries all values that it can predict."""
 CHOSEN = TRIED | {"tokens_per_micro_batch", "dry_run"}
@@ -103,7 +104,7 @@ def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
         cfg = with_precision(cfg, machine)
         parts = shapes_of(cfg.model)
         cfg, _ = settle_packing(cfg, parts)
-        return make_plan(cfg, machine, parts, watch_silently).rows
+        return make_plan(cfg, machine, parts, watch_silently, correction_of(cfg, parts)).rows
 
 
 def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
@@ -123,9 +124,12 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     tried = sorted({key_of(word) for word in typed} & TRIED)
     if tried:
         log().info("plan tries all values of %s itself, and ignores those that are given", " and ".join(tried))
-    made = make_plan(cfg, machine, parts, line.watch)
+    correction = correction_of(cfg, parts)
+    made = make_plan(cfg, machine, parts, line.watch, correction)
     planner, rows, search = made.planner, made.rows, made.search
     more: dict[str, Any] = {} if search is None else {"search": search_object(search)}
+    if cfg.runs is not None:
+        more["correction"] = None if correction is None else asdict(correction)
     best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
         plain, searched = planner, None
@@ -146,15 +150,30 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
         console.print(f"tokens/s against nodes: {more['page']}")
 
 
-def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> MadePlan:
+def correction_of(cfg: PlanConfig, parts: Parts) -> Correction | None:
+    """Return the correction of predicted seconds by the runs in the folder `runs`, and log it; None without the key, or
+    without a run on the planned device."""
+    if cfg.runs is None:
+        return None
+    width = parts.language.hidden_size
+    found = find_correction(Path(cfg.runs), lambda ranks: with_measured_speed(machine_named(cfg.gpu, ranks)), width)
+    log().info("%s", found or f"runs={cfg.runs}: no measured run on this device; the seconds are not corrected")
+    return found
+
+
+def make_plan(
+    cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch, correction: Correction | None = None
+) -> MadePlan:
     """Predict memory and time of all ways to train. With `parallel.search` the layout of ranks is searched; without it,
     `parallel.context=auto` becomes the smallest number with which the training fits.
 
     Args:
         cfg: without `auto` for precision and packing.
         watch: shows the progress.
+        correction: of predicted seconds.
     """
     world_size = cfg.gpus * cfg.nodes
+    factor = 1.0 if correction is None else correction.factor
 
     def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
         tensor = tried.parallel.tensor
@@ -164,7 +183,7 @@ def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> 
         return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
 
     def planner_of(tried: PlanConfig) -> Planner:
-        return Planner(tried, machine, parts=parts)
+        return Planner(tried, machine, parts=parts, correction=factor)
 
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         own = ways(planner_of(tried), tried)

@@ -179,16 +179,25 @@ class Planner:
     """Predicts memory and time of training one model on one machine. Activation memory is measured once for each mode
     of activation checkpointing and size of micro-batch."""
 
-    def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        machine: Machine,
+        samples: Samples | None = None,
+        parts: Parts | None = None,
+        correction: float = 1.0,
+    ):
         """Build the model on the meta device, and count its weights and FLOPs.
 
         Args:
             samples: mean sizes of samples; None: read from the dataset's report or, without one, those of LLaVA's data.
             parts: configurations of the model's parts; None: read from the folders of `cfg` or from this package.
+            correction: factor of all predicted seconds.
         """
         cfg, _ = settle_precision(cfg, [machine.has_bf16], machine.device)
         self.cfg = cfg
         self.machine = machine
+        self.correction = correction
         machine.check(cfg.precision)
         self.parts = parts or shapes_of(cfg.model)
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
@@ -605,7 +614,8 @@ class Planner:
             choice.offload,
         )
         # behind `step_time`, because idle time hides no communication
-        return replace(step, compute=step.compute * self.machine.with_idle(1 + idle)), sent
+        step = replace(step, compute=step.compute * self.machine.with_idle(1 + idle))
+        return step.times(self.correction), sent
 
     def muon_cost(self, group: Group, choice: Choice, ranks: RankCounts) -> MuonCost:
         """Return what an update by Muon costs each rank of a group; nothing with another optimizer. `ranks`: numbers of

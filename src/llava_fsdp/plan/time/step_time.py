@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from transformers import PretrainedConfig
 
@@ -354,6 +354,10 @@ class StepTime:
     @property
     def seconds(self) -> float:
         return self.compute + self.copies + self.exposed + self.update + self.contention + self.host
+
+    def times(self, factor: float) -> StepTime:
+        """Return these seconds, each multiplied by `factor`."""
+        return StepTime(**{name: factor * seconds for name, seconds in asdict(self).items()})
 
 
 def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:

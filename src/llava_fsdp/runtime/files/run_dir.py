@@ -41,11 +41,13 @@ PAIR_REFERENCE = "pair_reference.safetensors"
 """Name of the file with the log-probabilities of answers by the model at the start (pref.reference=stored)."""
 HELD_OUT_PAIR_REFERENCE = "held_out_pair_reference.safetensors"
 """Name of the file with those of the held-out records."""
+PLAN_FILE = "plan.json"
+"""Name of the file with the measured seconds of a run's steps."""
 WRITTEN_NAMES = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "expert_load.json", SCORES_FILE, PAIR_REFERENCE,
-    HELD_OUT_PAIR_REFERENCE,
+    HELD_OUT_PAIR_REFERENCE, PLAN_FILE,
 })  # fmt: skip
 """Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
 or of another kind."""

@@ -15,6 +15,7 @@ from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.reporting.console import Console
 from llava_fsdp.train.events.reporting.live_page import LivePage
 from llava_fsdp.train.events.reporting.lost_rows import lost_rows
+from llava_fsdp.train.events.reporting.measured_steps import MeasuredSteps
 from llava_fsdp.train.events.reporting.metrics import MetricsFile, metrics_row, storage_errors
 from llava_fsdp.train.events.reporting.skipped_records import SkippedRecords
 from llava_fsdp.train.events.reporting.step_report import StepReport
@@ -103,4 +104,6 @@ def open_reports(state: TrainState, cfg: Config, is_lost: Callable[[], bool] = l
         SampleWarnings(),
         console,  # last: the warnings of a step stand above its line
     ]
+    if state.utilization is not None:
+        reports.append(MeasuredSteps(cfg, state.about, state.utilization.language.hidden_size, is_lost))
     return Reports(reports, state.utilization, is_lost, folder)
