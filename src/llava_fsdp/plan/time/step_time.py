@@ -43,8 +43,8 @@ SLOW_ADD = 1.4
 """How many times as long as its bytes take torch's addition of a 16-bit gradient to an fp32 sum takes (measured on an
 H200: 24.5 ms instead of 17.6 ms for 6.76e9 parameters, benchmarks/results/planner-7b-cuda-2026-11-26.json)."""
 NCCL_SHARE = 20 / 132
-"""Share of a GPU's processors that NCCL's kernels take from a computation that runs at the same time. DeepSeek-V3
-reserves 20 of the 132 of an H800 (arXiv 2412.19437, section 3.2.2). An estimate for other GPUs; not measured here."""
+"""Share of a GPU's processors that NCCL's kernels take from a computation that runs at the same time. An estimate, not
+measured here: DeepSeek-V3's own kernels for communication take 20 of the 132 of an H800 (arXiv 2412.19437, 3.2.2)."""
 HOST_SECONDS = 0.005
 """Seconds of a step on a GPU in which the host works while the GPU waits: it reads losses and norm, and launches the
 first kernels of the next step. An estimate; not measured here."""
@@ -54,8 +54,8 @@ CPU_LINK = 0.55e9
 """Bytes per second between two ranks on a CPU machine by gloo (measured: 0.53 to 0.57e9 in an all-gather, 0.30 to
 0.40e9 in a reduce-scatter)."""
 CPU_LATENCY = 1e-3
-"""Seconds to start a collective by gloo (measured for 8 bytes on two busy cores: medians of 0.2 to 0.9 ms on two ranks,
-0.8 to 5 ms on four)."""
+"""Seconds to start a collective by gloo (measured for 8 bytes on two cores that others used too: medians of 0.2 to 0.9
+ms on two ranks, 0.8 to 5 ms on four)."""
 CPU_BANDWIDTH = 10e9
 """Bytes per second of a CPU machine's memory."""
 RECOMPUTED = {
