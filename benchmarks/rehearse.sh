@@ -43,7 +43,7 @@ pins = [line for line in open("constraints.txt") if not line.startswith("#")]
 pins = [line for line in pins if re.sub("[-_.]+", "-", line.partition("==")[0]).lower() not in present]
 (folder / "constraints.txt").write_text("".join(pins))
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = [*project["dependencies"], "pytest", "pytest-timeout", "pytest-xdist"]
+wanted = [*project["dependencies"], *project["optional-dependencies"]["fp8"], "pytest", "pytest-timeout", "pytest-xdist"]
 wanted = [name for name in wanted if Requirement(name).name not in present]
 pip = [sys.executable, "-m", "pip", "--quiet"]
 report = folder / "missing.json"

@@ -3,11 +3,12 @@
     python benchmarks/speed.py FOLDER                      # stage 2: ours, transformers' model, DeepSpeed
     python benchmarks/speed.py FOLDER --stage pretrain     # stage 1
     python benchmarks/speed.py FOLDER --variants           # ours: compiled or not, fp8, one of eight ranks, ...
+    python benchmarks/speed.py FOLDER --brief --one-process --profile --no-first-loss    # ours in little time
     python benchmarks/speed.py FOLDER --tiny               # a small model, to try the script itself; a CPU will do
 
 Weights are random, of the real shapes; samples are drawn from a seed and are the same for all. First the device's own
 limits are measured, and the losses of ours and of transformers' model are compared. Every way runs in a process of its
-own. benchmarks/README.md explains the result.
+own, or with --one-process one after another in this one. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from activation_checkpointing import drawn
-from bench import Report, clock, command_line, composed, facts, run_json, show, write, write_json
+from bench import Report, clock, command_line, composed, facts, reason, run_json, show, write, write_json
 from memory import write_model
 from speed_peers import PEERS, Work, samples_of_steps, time_steps
 
@@ -37,9 +40,11 @@ from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.batching.packing import pack_step
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.malloc import extend_segments
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.time.mfu import utilization_of
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import shape_of
 from llava_fsdp.train.setup.dry_run import settle_auto
@@ -62,10 +67,13 @@ class Way:
     overrides: tuple[str, ...] = ()
     needs: str | None = None
     """A package."""
+    is_move: bool = False
+    """Whether it is a change that this version may lack; it gets one warm-up step and three others."""
 
 
 AUTO = ("activation_checkpointing=auto", "tokens_per_micro_batch=auto")
 FIXED = ("tokens_per_micro_batch=8192",)
+NONE = ("compile=auto", "activation_checkpointing=none", *FIXED)
 SIDE_BY_SIDE = [
     Way("ours", None, AUTO),
     Way("transformers, padded, full activation checkpointing", "as_it_comes"),
@@ -88,6 +96,14 @@ VARIANTS = [
     Way("one of 8 simulated ranks, zero3: gathers are copies in the GPU's own memory, not NVLink", None,
         ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
 ]  # fmt: skip
+BRIEF = [
+    Way("bf16", None, NONE),
+    Way("bf16, move 1: gradients of weights added inside the products", None,
+        (*NONE, "precision.gradients=product"), is_move=True),
+    Way("bf16, move 2: cuDNN's attention with cumulative lengths", None, (*NONE, "attention=cudnn"), is_move=True),
+    Way("fp8", None, ("precision.linear=fp8", *NONE), "torchao"),
+]  # fmt: skip
+"""Of the call `brief` of gpu.sh."""
 
 # Ours
 
@@ -111,7 +127,7 @@ def configure(work: Work, overrides: tuple[str, ...]) -> Config:
     return composed(named)
 
 
-def run_ours(work: Work, way: Way) -> Report:
+def run_ours(work: Work, way: Way, keep: Callable[[Report], None]) -> Report:
     cfg = configure(work, way.overrides)
     with distributed(cfg) as world:
         cfg = settle_auto(cfg, world)
@@ -128,7 +144,6 @@ def run_ours(work: Work, way: Way) -> Report:
         if state.dynamic is not None:  # it measures in its first three steps
             for number in (0, 1):
                 run(number)
-        found = time_steps(work, world.device, run)
         kernel = model.kernel.attention.value if model.kernel else "sdpa"
         settled = {
             "activation_checkpointing": cfg.activation_checkpointing.mode.value,
@@ -139,7 +154,7 @@ def run_ours(work: Work, way: Way) -> Report:
             "peak_flops": used.peak,
             "peak_source": used.source,
         }
-        return found | settled
+        return time_steps(work, world.device, run, lambda found: keep(found | settled)) | settled
 
 
 def our_step(number: int, work: Work, cfg: Config, model: Llava, device: torch.device) -> Step:
@@ -262,41 +277,55 @@ def compare_losses(work: Work) -> dict[str, float]:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--stage", choices=["finetune", "pretrain"], default="finetune")
-    parser.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
+    which.add_argument("--brief", action="store_true", help="ours in bf16, with changes, in fp8; and no plot")
     parser.add_argument("--tiny", action="store_true", help="a small model and short steps")
     parser.add_argument("--row", type=int, help="tokens of a micro-batch instead of 8192, where it is not planned")
-    parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take")
+    parser.add_argument("--steps", type=int, help="steps that are timed, behind those of the warm-up")
+    parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take in its own process")
     parser.add_argument("--ways", nargs="*", help="only these, by the beginning of their names")
+    parser.add_argument("--name", help="of the result, to keep it apart")
+    parser.add_argument("--one-process", action="store_true", help="all ways run one after another in this process")
+    parser.add_argument("--profile", action="store_true", help="the last step once more, with its seconds by kind")
+    parser.add_argument("--no-first-loss", action="store_true", help="ours is not compared with transformers' model")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(run_child(json.loads(options.child))))
         return
     report = facts("how fast is a training step on one GPU, compared with others?", options)
+    kind = "-variants" if options.variants else "-brief" if options.brief else ""
     with tempfile.TemporaryDirectory(prefix="speed-") as folder:
         write_model(Path(folder), 64, 2, 512)
         work = work_of(options, Path(folder))
-        work = replace(work, row=options.row or work.row)
         report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
         report["work"]["precision"] = precision = precision_of(work)
         report["ways"] = []
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        variants = "-variants" if options.variants else ""
-        name = f"speed-{options.stage}{variants}-{precision}-{device}"
-        for what in ("ceilings", "first_loss"):
-            report[what] = start(what, work, options)
+        name = options.name or f"speed-{options.stage}{kind}-{precision}-{device}"
+
+        def save() -> None:
+            rate(report)
             write_json(report, name, options.folder)
-            if "failed" in report[what] or "not_run" in report[what]:
-                raise SystemExit(f"{what}: {report[what]}")
-        ways = VARIANTS if options.variants else SIDE_BY_SIDE
-        for way in ways:
+
+        report["ceilings"] = start("ceilings", work, options)
+        save()
+        if options.no_first_loss:
+            report["first_loss"] = {"not_run": "--no-first-loss"}
+        else:
+            report["first_loss"] = found = start("first_loss", work, options)
+            save()
+            if "failed" in found or "not_run" in found:
+                raise SystemExit(f"first_loss: {found}")
+        for way in VARIANTS if options.variants else BRIEF if options.brief else SIDE_BY_SIDE:
             if wanted(way, options):
-                report["ways"].append(timed(way, work, options))
-                rate(report)
-                write_json(report, name, options.folder)
+                time_way(way, work, options, report["ways"], save)
+                save()
     show_rows(report)
-    write(report, name, options.folder, draw)
-    if any("failed" in row for row in report["ways"]):
+    if not options.brief:
+        write(report, name, options.folder, draw)
+    if any("failed" in row for row in (report["ceilings"], *report["ways"])):
         raise SystemExit(1)
 
 
@@ -307,80 +336,136 @@ def wanted(way: Way, options: argparse.Namespace) -> bool:
 def work_of(options: argparse.Namespace, models: Path) -> Work:
     large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > LARGE
     if options.tiny:
-        return Work(options.stage, None, models, 8, 4, 3, 1, 160, 320, 40, True)
-    if options.stage == "pretrain":
-        return Work("pretrain", "llava_v1_5_7b", models, 128, 32, 6, 2, 2048, 8192, 20, large)
-    return Work("finetune", "llava_v1_5_7b", models, 64, 16, 6, 2, 2048, 8192, 265, large)
-
-
-def timed(way: Way, work: Work, options: argparse.Namespace) -> Report:
-    row: Report = {"name": way.name}
-    if way.needs is not None and importlib.util.find_spec(way.needs) is None:
-        row["not_run"] = f"{way.needs} is not installed"
-    elif way.peer == "deepspeed" and not torch.cuda.is_available():
-        row["not_run"] = "needs a GPU here; benchmarks/peers.py has it on the CPU"
+        work = Work(options.stage, None, models, 8, 4, 3, 1, 160, 320, 40, True)
+    elif options.stage == "pretrain":
+        work = Work("pretrain", "llava_v1_5_7b", models, 128, 32, 6, 2, 2048, 8192, 20, large)
     else:
-        row |= start(way.name, work, options, way)
-    print(f"{way.name}: {row.get('not_run') or row.get('failed') or min(row['seconds'])}", flush=True)
-    return row
+        work = Work("finetune", "llava_v1_5_7b", models, 64, 16, 6, 2, 2048, 8192, 265, large)
+    steps = work.steps if options.steps is None else work.warmup + options.steps
+    return replace(work, row=options.row or work.row, steps=steps, profile=options.profile)
 
 
-def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = None) -> Report:
-    """In a process of its own, so that nothing of one is left for the next."""
+def time_way(way: Way, work: Work, options: argparse.Namespace, rows: list[Report], save: Callable[[], None]) -> None:
+    """Append the row of a way, and fill it as far as the way comes.
+
+    Args:
+        save: writes the rows; called after every step in this process.
+    """
+    row: Report = {"name": way.name, "failed": "cut off before its end"}
+    rows.append(row)
+
+    def keep(found: Report) -> None:
+        row.update(found)
+        save()
+
+    if way.is_move and (lack := missing(way, work)):
+        found: Report = {"not_run": lack}
+    elif way.needs is not None and importlib.util.find_spec(way.needs) is None:
+        found = {"not_run": f"{way.needs} is not installed"}
+    elif way.peer == "deepspeed" and not torch.cuda.is_available():
+        found = {"not_run": "needs a GPU here; benchmarks/peers.py has it on the CPU"}
+    else:
+        found = start(way.name, replace(work, steps=4, warmup=1) if way.is_move else work, options, way, keep)
+    del row["failed"]
+    row.update(found)
+    why = f"NOT RUN: {row['not_run']}" if "not_run" in row else row.get("failed") or min(row["seconds"])
+    print(f"{way.name}: {why}", flush=True)
+
+
+def missing(way: Way, work: Work) -> str | None:
+    """Why this version does not have a way: its configuration is refused."""
+    try:
+        configure(work, way.overrides)
+    except Exception as error:
+        return f"this version has no such variant ({reason(error)})"
+    return None
+
+
+def start(
+    what: str,
+    work: Work,
+    options: argparse.Namespace,
+    way: Way | None = None,
+    keep: Callable[[Report], None] = lambda found: None,
+) -> Report:
+    """What `run_child` finds, in a process of its own, so that nothing of one is left for the next, or in this one; or
+    `failed` or `not_run` with the reason.
+
+    Args:
+        keep: is given what was found so far, after every step in this process.
+    """
     told = {"what": what, "work": {**vars(work), "models": str(work.models)}, "tiny": options.tiny}
-    told["way"] = None if way is None else [way.name, way.peer, list(way.overrides), way.needs]
+    told["way"] = None if way is None else vars(way)
+    if options.one_process:
+        return run_here(told, keep)
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(told)]
     found = run_json(command, options.limit, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     kind, _, why = found.get("failed", "").partition(": ")
     return {"not_run": why} if kind.endswith(".ConfigError") else found  # this machine cannot do it
 
 
-def run_child(told: Report) -> Report:
+def run_here(told: Report, keep: Callable[[Report], None]) -> Report:
+    """`run_child` in this process, with what the one before has left freed."""
+    extend_segments()
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return run_child(told, keep)
+    except ConfigError as error:
+        return {"not_run": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": reason(error)}
+
+
+def run_child(told: Report, keep: Callable[[Report], None] = lambda found: None) -> Report:
     work = Work(**{**told["work"], "models": Path(told["work"]["models"])})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if told["what"] == "ceilings":
         return ceilings(device, told["tiny"])
     if told["what"] == "first_loss":
         return compare_losses(work)
-    name, peer, overrides, needs = told["way"]
-    way = Way(name, peer, tuple(overrides), needs)
-    if peer is None:
-        return run_ours(work, way)
+    way = Way(**told["way"])
+    if way.peer is None:
+        return run_ours(work, way, keep)
     parts = shapes_of(configure(work, ("activation_checkpointing=none", *FIXED)).model)
     gc.collect()
-    return PEERS[peer](work, parts.language, parts.vision, device)
+    return PEERS[way.peer](work, parts.language, parts.vision, device)
 
 
 def rate(report: Report) -> None:
     """Real tokens a second and MFU of every way: the same FLOPs for all, of the real positions, nothing run again."""
-    ours = next((row for row in report["ways"] if "flops" in row), None)
+    ours = next((row for row in report["ways"] if row.get("seconds") and "flops" in row), None)
     if ours is None:
         return
-    work = report["work"]
-    flops, ceiling = ours["flops"][work["warmup"] :], max(report["ceilings"]["products"].values()) * 1e12
+    ceiling = max(report["ceilings"].get("products", {}).values(), default=None)
     for row in report["ways"]:
-        if "seconds" not in row:
+        if not row.get("seconds"):
             continue
-        rates = [f / s for f, s in zip(flops, row["seconds"], strict=True)]
+        flops = row.get("flops", ours["flops"])[len(row["warmup_seconds"]) :]
+        rates = [f / s for f, s in zip(flops, row["seconds"], strict=False)]  # a way that was cut has fewer seconds
         row["flops_per_second"] = statistics.median(rates)
-        row["samples_per_second"] = work["samples"] / statistics.median(row["seconds"])
+        row["samples_per_second"] = report["work"]["samples"] / statistics.median(row["seconds"])
         row["mfu"] = row["flops_per_second"] / ours["peak_flops"] if ours["peak_flops"] else None
-        row["of_measured_product"] = row["flops_per_second"] / ceiling
+        row["of_measured_product"] = row["flops_per_second"] / ceiling / 1e12 if ceiling else None
         row["ours_is_faster_by"] = statistics.median(row["seconds"]) / statistics.median(ours["seconds"])
 
 
 def show_rows(report: Report) -> None:
     lines = []
     for row in report["ways"]:
-        if "flops_per_second" not in row:
-            why = f"NOT RUN: {row['not_run']}" if "not_run" in row else f"FAILED: {row.get('failed')}"
+        if "not_run" in row or "failed" in row:
+            why = f"NOT RUN: {row['not_run']}" if "not_run" in row else f"FAILED: {row['failed']}"
             lines.append((row["name"], why))
             continue
-        memory, mfu = row["max_memory_allocated"], row["mfu"]
+        memory = row["max_memory_allocated"]
+        mfu, share = ("unknown" if row[key] is None else f"{row[key]:.1%}" for key in ("mfu", "of_measured_product"))
         lines.append((
             row["name"], f"{statistics.median(row['seconds']):.3f}", f"{row['samples_per_second']:.1f}",
-            f"{row['flops_per_second'] / 1e12:.3g}", "unknown" if mfu is None else f"{mfu:.1%}",
-            f"{row['of_measured_product']:.1%}", "" if memory is None else f"{memory / 1e9:.1f}",
+            f"{row['flops_per_second'] / 1e12:.3g}", mfu, share, "" if memory is None else f"{memory / 1e9:.1f}",
             f"{row['ours_is_faster_by']:.2f}",
         ))  # fmt: skip
     heads = ("", "s / step", "samples / s", "TFLOPs / s", "MFU", "of measured product", "GB", "ours is faster by")
@@ -391,8 +476,8 @@ def draw(pyplot: Any, report: Report) -> None:
     rows = [row for row in report["ways"] if "flops_per_second" in row][::-1]
     _, axes = pyplot.subplots(figsize=(10, 0.5 * len(rows) + 1.8), layout="constrained")
     axes.barh(range(len(rows)), [row["flops_per_second"] / 1e12 for row in rows], color="C0")
-    most = max(report["ceilings"]["products"].values())
-    axes.axvline(most, color="k", linestyle=":", label="fastest product measured")
+    for most in sorted(report["ceilings"].get("products", {}).values())[-1:]:
+        axes.axvline(most, color="k", linestyle=":", label="fastest product measured")
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_xlabel("TFLOPs a second that the real positions need")
     axes.legend(fontsize="small")

@@ -1,6 +1,6 @@
 """What speed.py compares us with: transformers' model on one device, in the ways people train it.
 
-Nothing of this project is imported here: what is timed is theirs.
+Nothing of this project is in what is timed here: that is theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from profile_kinds import profiled
 from torch import nn
 
 Samples = list[torch.Tensor]
@@ -42,6 +43,8 @@ class Work:
     mean_text: float
     has_masters: bool
     """fp32 masters, gradients and moments; else everything in bf16."""
+    profile: bool = False
+    """Whether the last step runs once more, under torch's profiler."""
 
 
 def samples_of_steps(work: Work, image: int, vocabulary: int) -> list[Samples]:
@@ -63,13 +66,20 @@ def samples_of_steps(work: Work, image: int, vocabulary: int) -> list[Samples]:
     return steps
 
 
-def time_steps(work: Work, device: torch.device, run: Callable[[int], float]) -> dict[str, Any]:
-    """Seconds of every step behind the warm-up, its CPU seconds, losses of all, and the most memory.
+def time_steps(
+    work: Work,
+    device: torch.device,
+    run: Callable[[int], float],
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Seconds of every step behind the warm-up, its CPU seconds, losses of all, and the most memory; with
+    `work.profile`, seconds of a step by kind.
 
     Args:
         run: a step by its number; returns its loss, for which it has waited.
+        keep: is given what was found so far, after every step.
     """
-    losses, seconds, processor = [], [], []
+    losses, seconds, processor, found = [], [], [], {}
     cuda = device.type == "cuda"
     for number in range(work.steps):
         if cuda:
@@ -81,14 +91,18 @@ def time_steps(work: Work, device: torch.device, run: Callable[[int], float]) ->
         seconds.append(time.perf_counter() - started)
         processor.append(time.process_time() - busy)
         print(f"step {number}: {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
-    return {
-        "seconds": seconds[work.warmup :],
-        "cpu_seconds": processor[work.warmup :],
-        "warmup_seconds": seconds[: work.warmup],
-        "losses": losses,
-        "max_memory_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
-        "max_memory_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
-    }
+        found = {
+            "seconds": seconds[work.warmup :],
+            "cpu_seconds": processor[work.warmup :],
+            "warmup_seconds": seconds[: work.warmup],
+            "losses": losses,
+            "max_memory_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
+            "max_memory_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
+        }
+        keep(found)
+    if work.profile:
+        found["profile"] = profiled(lambda: run(work.steps - 1), device)
+    return found
 
 
 def build(work: Work, language: Any, vision: Any, device: torch.device) -> Any:

@@ -164,7 +164,85 @@ def test_speed_says_what_ended_it_before_anything_was_timed(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["speed.py", str(tmp_path), "--tiny"])
     with pytest.raises(SystemExit):
         speed.main()
-    assert result_in(tmp_path)[1]["ceilings"] == {"failed": "ceilings"}
+    _, report = result_in(tmp_path)
+    assert report["ceilings"] == {"failed": "ceilings"} and report["first_loss"] == {"failed": "first_loss"}
+    assert not report["ways"]
+
+
+def test_speed_in_one_process_keeps_each_step_and_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits of the device cannot be measured, the first way fails in its second step, and the process is killed in
+    that of the last one. Between the two are the ways that this version does not have."""
+    speed = importlib.import_module("speed")
+    found = {"seconds": [2.0], "warmup_seconds": [1.0], "flops": [1e12, 4e12, 9e12], "peak_flops": 4e12}
+
+    def run_child(told: dict[str, Any], keep: Any) -> dict[str, Any]:
+        assert told["work"]["steps"] == 1 + 2 and told["work"]["profile"]
+        if told["way"] is None:
+            raise RuntimeError("no ceilings")
+        keep(found)
+        raise RuntimeError("broken") if told["way"]["name"] == "bf16" else Stop
+
+    monkeypatch.setattr(speed, "run_child", run_child)
+    monkeypatch.setattr(speed, "extend_segments", lambda: None)
+    options = ["--brief", "--tiny", "--one-process", "--profile", "--no-first-loss", "--steps", "2", "--name", "few"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", str(tmp_path), *options])
+    with pytest.raises(Stop):
+        speed.main()
+    path, report = result_in(tmp_path)
+    assert path.name.startswith("few-") and report["first_loss"] == {"not_run": "--no-first-loss"}
+    assert report["ceilings"] == {"failed": "RuntimeError: no ceilings"}
+    first, *moves, last = report["ways"]
+    assert [row["failed"] for row in (first, last)] == ["RuntimeError: broken", "cut off before its end"]
+    assert [row["mfu"] for row in (first, last)] == [0.5, 0.5] and first["of_measured_product"] is None
+    assert len(moves) == 2
+    assert all(row["not_run"].startswith("this version has no such variant (") for row in moves)
+
+
+def test_seconds_by_kind_are_those_of_a_stored_profile() -> None:
+    """The stored profile has the kernels of a step of LLaVA-1.5-7B on an H200. Those that add gradients are recognised
+    by where they were launched, not by their names."""
+    kinds = importlib.import_module("profile_kinds")
+    stored = json.loads((ROOT / "benchmarks/results/planner-7b-cuda-2026-11-26.json").read_text())["profile"]
+    kernels = {name: t for name, t in stored["device_microseconds"].items() if not name.startswith("aten::")}
+    events, at = [], 0.0
+
+    def add(category: str, name: str, begin: float, seconds: float, number: int | None = None) -> None:
+        event = {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": seconds, "tid": 7}
+        events.append(event | ({} if number is None else {"args": {"correlation": number}}))
+
+    for number, (name, seconds) in enumerate(kernels.items()):
+        if "CUDAFunctor_add" in name:
+            add("cpu_op", "torch::autograd::AccumulateGrad", 10 * number, 9)
+        if "multi_tensor_apply" in name:
+            add("user_annotation", "llava_fsdp::optimizer", 10 * number, 9)
+        add("cuda_runtime", "cudaLaunchKernel", 10 * number + 1, 2, number)
+        add("kernel", name, at, seconds, number)
+        at += seconds
+    found = kinds.kinds_of(events)
+    assert found["of"] == "kernels" and found["busy_seconds"] == pytest.approx(at / 1e6)
+    assert sum(found["seconds"].values()) == pytest.approx(found["busy_seconds"])
+    assert {kind: round(seconds, 3) for kind, seconds in found["seconds"].items()} == {
+        "gradient additions": 0.525, "optimizer": 0.011, "attention": 0.35, "products": 3.064, "copies": 0.031,
+        "elementwise": 0.265, "rest": 0.014,
+    }  # fmt: skip
+
+
+def test_seconds_by_kind_without_a_gpu_are_those_of_operations() -> None:
+    kinds = importlib.import_module("profile_kinds")
+    linear = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(linear.parameters())
+
+    def step() -> None:
+        for _ in range(2):  # the second gradient is added to the first
+            linear(torch.ones(256, 256)).sum().backward()
+        optimizer.step()
+
+    found = kinds.profiled(step, torch.device("cpu"))
+    assert found["of"] == "operations" and 0 < found["busy_seconds"] <= found["wall_seconds"]
+    assert all(found["seconds"][kind] > 0 for kind in ("products", "gradient additions", "optimizer"))
+    assert found["seconds"]["attention"] == 0
 
 
 def test_a_step_for_a_gpu_is_pinned_as_training_s_is(monkeypatch: pytest.MonkeyPatch) -> None:
