@@ -115,7 +115,7 @@ def build(work: Work, language: Any, vision: Any, device: torch.device) -> Any:
         image_token_index=language.vocab_size - 1,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
     )
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if work.has_masters else torch.bfloat16)
