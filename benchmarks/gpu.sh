@@ -7,27 +7,33 @@
 #   benchmarks/gpu.sh OUT_FOLDER speed      steps of its second stage, compared with transformers' and DeepSpeed's
 #   benchmarks/gpu.sh OUT_FOLDER pretrain   the same of its first stage
 #   benchmarks/gpu.sh OUT_FOLDER variants   ours: compiled or not, each activation checkpointing, fp8, a simulated rank
+#   benchmarks/gpu.sh OUT_FOLDER brief      what 15 minutes on one H200 can show: a call of its own, of at most 590 s
 #   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
 # Into OUT_FOLDER: of tests: gpu-tests.jsonl; of checks: strategies-*.json and .png, training.json; of memory:
 # memory-7b-*.json and .png, activation-checkpointing-*.json and .png; of the other three: speed-*.json and .png; of
-# each call: summary-*.json and log-*.txt. All JSON files are written after every case, so that a call that is cut off
+# each call: summary-*.json and log-*.txt. The call `brief` leaves at most eight files: kernels-*.json, bf16-*.json,
+# fp8-*.json, hangs-*.json, tests.jsonl, compiled.tar.gz, and the last two. All JSON files are written after every case, so that a call that is cut off
 # leaves what it has measured; a case that fails is a row with its reason.
 #
 # PYTHON   the interpreter (default: the first of python, python3, python3.12 and python3.11 that has torch)
 # WHEELS   a folder of wheels that the machine lacks; they are installed beside it, without any index
 #          (benchmarks/rehearse.sh makes them)
 # LIMIT    seconds at most for each part, where that is less than the part's own limit
+# BUDGET   seconds of the whole call `brief`, instead of 590; a part that no time is left for does not begin
+# COMPILED compiled.tar.gz of an earlier call `brief`: its kernels need not be compiled again
 #
 # Every part has a time limit; one that fails or is cut off does not stop the others, and the script then returns 1.
 set -uo pipefail
 
-usage="usage: benchmarks/gpu.sh OUT_FOLDER [tests|checks|memory|speed|pretrain|variants] [--dry]"
+usage="usage: benchmarks/gpu.sh OUT_FOLDER [tests|checks|memory|speed|pretrain|variants|brief] [--dry]"
 out=${1:?$usage}
-what=checks dry=
+what=checks
+dry=""
+budget=${BUDGET:-590}
 for argument in "${@:2}"; do
     case $argument in
-        tests | checks | memory | speed | pretrain | variants) what=$argument ;;
+        tests | checks | memory | speed | pretrain | variants | brief) what=$argument ;;
         --dry) dry=--dry ;;
         *) echo "$usage"; exit 2 ;;
     esac
@@ -74,6 +80,16 @@ if what == "checks":
     training["evaluate"] = json.loads(said[-1].replace(f"{work}/", "")) if said else None
     (out / "training.json").write_text(json.dumps(training, indent=1) + "\n")
 parts = rows(work / "parts.jsonl")
+if what == "brief":
+    for part in parts:
+        if part["part"] == "train":
+            part["steps"] = rows(work / "out" / "metrics.jsonl")  # those of the part `resume` too
+    for path in sorted(out.glob("*-????-??-??.json")):  # of each script, the cases that did not run or that failed
+        report = json.loads(path.read_text())
+        for row in report.get("cases", report.get("ways", [])):
+            for key, state in (("not_run", "not run"), ("failed", "failed")):
+                if key in row:
+                    parts.append({"part": f"{path.stem[:-11]}: {row['name']}", "state": state, "reason": row[key]})
 (out / f"summary-{what}.json").write_text(json.dumps(parts, indent=1) + "\n")
 if end:
     print("\nsummary")
@@ -89,6 +105,15 @@ part() {
     shift 2
     [ -z "$dry" ] || limit=$((3 * limit)) # a rehearsal may share its cores with other work
     [ "${LIMIT:-$limit}" -ge "$limit" ] || limit=$LIMIT
+    if [ "$what" = brief ]; then
+        local rest=$((budget - SECONDS - 12)) # to end a part takes ten seconds at most
+        if [ "$rest" -lt 3 ]; then
+            failed=1
+            not_run "$name" "nothing is left of the $budget s of this call"
+            return 1
+        fi
+        [ "$limit" -le "$rest" ] || limit=$rest
+    fi
     echo "== $name (at most $limit s): $*"
     started=$(date +%s)
     timeout --kill-after=10 "$limit" "$@"
@@ -113,12 +138,12 @@ has() { "$python" -c "import importlib.util as u, sys; sys.exit(not all(map(u.fi
 if [ -n "${WHEELS:-}" ]; then
     part wheels 30 "$python" -m pip install --quiet --no-index --no-deps --target "$work/site" "$WHEELS"/*.whl
 fi
-"$python" - << 'PY' || { echo "torch cannot be imported by $python"; exit 2; }
+timeout 60 "$python" - << 'PY' || { echo "torch cannot be imported by $python"; exit 2; }
 import platform, torch, transformers
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 print(f"{gpu}; python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
 PY
-gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+gpus=$(timeout 60 "$python" -c "import torch; print(torch.cuda.device_count())")
 
 # Missing modules are named here, once, instead of in every part's traceback.
 for module in hydra omegaconf rich safetensors PIL numpy; do
@@ -151,23 +176,47 @@ measure_speed() {
     has matplotlib || not_run "the plots" "matplotlib is not installed"
 }
 
+# run_tests ROWS SECONDS OPTIONS...: the tests of tests/gpu that pytest's options select, each a row of ROWS.
 run_tests() {
+    local rows=$1 limit=$2 how=("${@:3}")
     if ! has pytest; then
         not_run gpu-tests "pytest is not installed"
         failed=1
         return
     fi
-    local how=(-m gpu)
-    if [ "$gpus" -eq 0 ]; then
-        how=(-m "slow and not gpu")
-        not_run "tests on CUDA" "torch sees no GPU; the tests of tests/gpu that need none run on the CPU instead"
-    fi
     # the tests compile, each for itself, on the host
     [ "$gpus" -eq 0 ] || ! has xdist || how+=(-n 4)
     ! has pytest_timeout || how+=(--timeout 180)
-    rm -f "$out/gpu-tests.jsonl"
-    GPU_TESTS_ROWS="$out/gpu-tests.jsonl" part gpu-tests 560 "$python" -m pytest tests/gpu "${how[@]}" -v \
+    rm -f "$rows"
+    GPU_TESTS_ROWS="$rows" part gpu-tests "$limit" "$python" -m pytest tests/gpu "${how[@]}" -v \
         -p no:cacheprovider --continue-on-collection-errors
+}
+
+run_brief() {
+    local sizes=() row=(--row 4608) run=("output_dir=$work/out" "data.root=$work/shapes" model.projector=random)
+    run+=(global_batch_size=8 micro_batch_size=4 checkpoint.every=2 export.enabled=false offload=params
+        compile=false)
+    if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
+        sizes=(--tiny) row=()
+    fi
+    export TMPDIR=$work TORCHINDUCTOR_CACHE_DIR="$work/compiled/inductor" TRITON_CACHE_DIR="$work/compiled/triton"
+    [ -z "${COMPILED:-}" ] || tar -xzf "$COMPILED" -C "$work"
+    [ "$gpus" -gt 0 ] || not_run "everything on CUDA" "torch sees no GPU; small sizes run on the CPU where they can"
+
+    part kernels 45 "$python" benchmarks/kernels.py "$out" "${sizes[@]}"
+    # the changes that `bf16` is compared with run in its process
+    for way in bf16 fp8; do
+        part "$way" "$([ "$way" = bf16 ] && echo 200 || echo 95)" "$python" benchmarks/speed.py "$out" --brief --one-process \
+            --profile --no-first-loss --steps 4 --name "$way" --ways "$way" "${sizes[@]}" "${row[@]}"
+    done
+    part compiled 10 tar -czf "$out/compiled.tar.gz" -C "$work" compiled
+    part hangs 50 "$python" benchmarks/hangs.py "$out"
+    # one rank over cpu:gloo,cuda:nccl, with checkpoints in the background
+    part train 30 "$python" -m llava_fsdp.train "${run[@]}" max_steps=4
+    part resume 20 "$python" -m llava_fsdp.train "${run[@]}" max_steps=6
+    part export 20 "$python" -m llava_fsdp.export "source=$work/out" "to=$work/export"
+    # those that failed when all were run last, and the waits
+    run_tests "$out/tests.jsonl" 55 -k "on_the_host_are_not_on or tower or its_formula_says or no_wait_but"
 }
 
 run_checks() {
@@ -208,7 +257,15 @@ run_checks() {
 }
 
 case $what in
-    tests) run_tests ;;
+    tests)
+        if [ "$gpus" -eq 0 ]; then
+            not_run "tests on CUDA" "torch sees no GPU; the tests of tests/gpu that need none run on the CPU instead"
+            run_tests "$out/gpu-tests.jsonl" 560 -m "slow and not gpu"
+        else
+            run_tests "$out/gpu-tests.jsonl" 560 -m gpu
+        fi
+        ;;
+    brief) run_brief ;;
     memory) measure_memory ;;
     checks) run_checks ;;
     *) measure_speed ;;

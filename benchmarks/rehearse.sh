@@ -2,12 +2,13 @@
 # Tries, without a GPU, what the first hour on a machine with one will run:
 #
 #   benchmarks/rehearse.sh FOLDER                  about a quarter of an hour on two idle cores; the folder is reused
-#   benchmarks/rehearse.sh FOLDER checks memory    these calls of gpu.sh alone
+#   benchmarks/rehearse.sh FOLDER checks memory    these calls of gpu.sh alone, such as brief
 #
 # The environment is what such a machine may have: torch, the oldest transformers that the project supports, and no
 # optional package. Everything else that the project and its tests need is built as wheels into FOLDER/wheels, some of
 # them from sources (antlr4-python3-runtime has no wheel): copy that folder to a machine that reaches no index, and name
-# it there as WHEELS. Then each part of gpu.sh runs with --dry. Fails if a part fails.
+# it there as WHEELS. Then each call of gpu.sh runs with --dry and, where the system allows it, without a network. Fails if
+# a part fails, or if `brief` takes too long or leaves too many files.
 #
 # PYTHON   the interpreter (default: as launch/setup.sh finds it); there must be a build of torch without CUDA for it
 set -euo pipefail
@@ -57,11 +58,17 @@ PY
 
 failed=()
 shift
-[[ $# -gt 0 ]] || set -- tests checks memory speed pretrain variants
+[[ $# -gt 0 ]] || set -- tests checks memory speed pretrain variants brief
+alone=(unshare --map-root-user --net sh -c 'ip link set lo up && exec "$@"' sh)
+"${alone[@]}" true 2> /dev/null || { say "the calls could reach a network"; alone=(); }
 for what in "$@"; do
     say "gpu.sh $what"
     rm -rf "${folder:?}/$what"
-    PYTHON="$bare" WHEELS="$folder/wheels" benchmarks/gpu.sh "$folder/$what" "$what" --dry || failed+=("$what")
+    SECONDS=0
+    PYTHON="$bare" WHEELS="$folder/wheels" ${alone[@]+"${alone[@]}"} benchmarks/gpu.sh "$folder/$what" "$what" --dry ||
+        failed+=("$what")
+    [[ "$what" != brief ]] || say "brief: $SECONDS s, files: $(cd "$folder/brief" && echo ./*)"
+    [[ "$what" != brief || (SECONDS -le 590 && $(find "$folder/brief" -type f | wc -l) -le 8) ]] || failed+=("$what")
 done
 [[ ${#failed[@]} -eq 0 ]] || die "failed: ${failed[*]}; see log-*.txt in $folder"
 say "all parts ran"

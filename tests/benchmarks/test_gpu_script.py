@@ -19,7 +19,11 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 STUB = """#!/bin/bash
+[ -z "$SLEEPS" ] || case "$*" in *$SLEEPS*) exec sleep 60 ;; esac
 case "$*" in
+    *benchmarks/kernels.py*)
+        echo '{{"cases": [{{"name": "one", "not_run": "no GPU"}}, {{"name": "two"}}]}}' > "$2/kernels-2026-12-01.json"
+        exit 0 ;;
     *benchmarks/memory.py*) echo broken >&2; exit 3 ;;
     *benchmarks/activation_checkpointing.py*) exec sleep 60 ;;
     *benchmarks/strategies.py*) exec sleep 60 ;;
@@ -49,7 +53,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     cuda = "class cuda:\n    is_available = staticmethod(lambda: False)\n    device_count = staticmethod(lambda: 0)\n"
     (modules / "torch.py").write_text(f"__version__ = '2.13'\n{cuda}")
     (modules / "transformers.py").write_text("__version__ = '5.17'\n")
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "WHEELS", "LIMIT")}
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "WHEELS", "LIMIT", "SLEEPS")}
     return kept | {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(modules)}
 
 
@@ -57,7 +61,7 @@ def run_script(machine: dict[str, str], out: Path, what: str, **variables: str) 
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(out), what]
     done = subprocess.run(command, env=machine | variables, capture_output=True, text=True, timeout=60, check=False)
     parts = json.loads((out / f"summary-{what}.json").read_text())
-    return done.returncode, {part["part"]: (part["state"], part.get("exit_code")) for part in parts}
+    return done.returncode, {part["part"]: (part["state"], part.get("exit_code", part.get("reason"))) for part in parts}
 
 
 def test_a_part_that_fails_and_one_that_hangs_are_rows(machine: dict[str, str], tmp_path: Path) -> None:
@@ -72,19 +76,53 @@ def test_parts_after_one_that_hangs_run(machine: dict[str, str], tmp_path: Path)
     assert [parts[name][0] for name in ("strategies", "pretrain", "finetune")] == ["over its limit", "done", "done"]
 
 
-def test_a_script_that_is_killed_leaves_its_rows(machine: dict[str, str], tmp_path: Path) -> None:
-    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path / "out"), "memory"]
-    summary = tmp_path / "out" / "summary-memory.json"
+PARTS_OF_BRIEF = ("kernels", "bf16", "fp8", "compiled", "hangs", "train", "resume", "export", "gpu-tests")
+
+
+def test_brief_goes_on_after_a_part_that_hangs_and_says_what_did_not_run(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    code, parts = run_script(machine, tmp_path / "out", "brief", LIMIT="2", SLEEPS="benchmarks/hangs.py")
+    assert code == 1
+    states = {name: parts[name][0] for name in PARTS_OF_BRIEF}
+    # nothing has compiled anything, so that there is nothing to keep
+    assert states.pop("compiled") == "failed" and states.pop("hangs") == "over its limit"
+    assert set(states.values()) == {"done"}
+    assert parts["kernels: one"] == ("not run", "no GPU") and "kernels: two" not in parts
+    assert parts["everything on CUDA"][0] == "not run"
+    log = (tmp_path / "out" / "log-brief.txt").read_text()
+    assert "NOT RUN         kernels: one: no GPU" in log and "NOT RUN: everything on CUDA: torch sees no" in log
+
+
+def test_brief_begins_no_part_that_no_time_is_left_for(machine: dict[str, str], tmp_path: Path) -> None:
+    """The first part is ended before its own 45 seconds are over, and leaves too little for the others."""
+    code, parts = run_script(machine, tmp_path / "out", "brief", BUDGET="20", SLEEPS="benchmarks/kernels.py")
+    assert code == 1
+    assert parts["kernels"] == ("over its limit", 124)
+    others = {parts[name] for name in PARTS_OF_BRIEF[1:]}
+    assert others == {("not run", "nothing is left of the 20 s of this call")}
+
+
+@pytest.mark.parametrize(
+    ("what", "sleeps", "done"),
+    [("memory", "recompute", ["the real shape", "memory"]), ("brief", "bf16", ["everything on CUDA", "kernels"])],
+)
+def test_a_script_that_is_killed_leaves_its_rows(
+    what: str, sleeps: str, done: list[str], machine: dict[str, str], tmp_path: Path
+) -> None:
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path / "out"), what]
+    summary = tmp_path / "out" / f"summary-{what}.json"
+    environment = machine | {"LIMIT": "5", "SLEEPS": "benchmarks/speed.py"}
     with subprocess.Popen(
-        command, env=machine | {"LIMIT": "5"}, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as script:
         assert script.stdout is not None
         for line in script.stdout:
-            if line.startswith("== recompute"):  # which sleeps
+            if line.startswith(f"== {sleeps}"):
                 break
         os.killpg(script.pid, 9)
         script.stdout.read()
-    assert [part["part"] for part in json.loads(summary.read_text())] == ["the real shape", "memory"]
+    assert [part["part"] for part in json.loads(summary.read_text())][:2] == done
 
 
 class Stop(BaseException):
@@ -243,6 +281,82 @@ def test_seconds_by_kind_without_a_gpu_are_those_of_operations() -> None:
     assert found["of"] == "operations" and 0 < found["busy_seconds"] <= found["wall_seconds"]
     assert all(found["seconds"][kind] > 0 for kind in ("products", "gradient additions", "optimizer"))
     assert found["seconds"]["attention"] == 0
+
+
+def test_kernels_writes_every_case_and_why_one_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = importlib.import_module("kernels")
+    usual, small = kernels.cases, kernels.Bench(torch.device("cpu"), tiny=True)
+
+    def fail() -> dict[str, Any]:
+        raise RuntimeError("broken")
+
+    def chosen(_: object) -> Iterator[tuple[str, Any]]:
+        of_name = dict(usual(small))
+        assert len([name for name in of_name if name.startswith("product, ")]) == 3 * 9
+        for name in ("product, 4154 tokens, down, weight gradient", "gradients added, by torch", "attention, cuDNN"):
+            yield name, of_name[name]
+        yield "another", fail
+        raise Stop
+
+    monkeypatch.setattr(kernels, "cases", chosen)
+    monkeypatch.setattr(sys, "argv", ["kernels.py", str(tmp_path), "--tiny"])
+    with pytest.raises(Stop):
+        kernels.main()
+    product, added, attention, failed = result_in(tmp_path)[1]["cases"]
+    assert product["ms"] > 0 and added["ms of 7B"] > added["ms"]
+    assert attention["not_run"] == "needs a GPU, and torch sees none" and failed["failed"] == "RuntimeError: broken"
+
+
+def test_attention_of_a_row_is_compared_with_each_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that attends across the samples' boundaries is told from one that does not."""
+    kernels = importlib.import_module("kernels")
+    monkeypatch.setattr(kernels, "HEADS", 2)
+    monkeypatch.setattr(kernels, "HEAD", 16)
+    monkeypatch.setattr(kernels, "TOKENS", (2000,))
+    monkeypatch.setattr(kernels.Bench, "needs_gpu", lambda _: None)
+    small = kernels.Bench(torch.device("cpu"), tiny=True)
+
+    def attend(ends: slice, bench: Any, *row: Any) -> dict[str, Any]:
+        *inputs, bounds, longest = row
+        lengths = bounds[ends].diff().tolist()
+        assert bounds.dtype == torch.int32 and len(bounds) > 2 and longest == max(bounds.diff().tolist())
+        output, *gradients = kernels.reference(*inputs, lengths)
+        return kernels.timed(bench, output, lambda: None, lambda: gradients)
+
+    right, wrong = (
+        kernels.attention(small, lambda *row, ends=ends: attend(ends, *row))
+        for ends in (slice(None), slice(0, None, 2))
+    )
+    assert set(right["errors"].values()) == {0.0}
+    assert len(right["lengths"]) == 2 and min(wrong["errors"].values()) > 0.1
+
+
+def test_hangs_writes_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = importlib.import_module("hangs")
+    results = iter([{"name": "a", "failed": "too long"}])
+
+    def run_case(_: str) -> dict[str, Any]:
+        for result in results:
+            return result
+        raise Stop
+
+    monkeypatch.setattr(hangs, "run_case", run_case)
+    monkeypatch.setattr(sys, "argv", ["hangs.py", str(tmp_path)])
+    with pytest.raises(Stop):
+        hangs.main()
+    *not_run, first = result_in(tmp_path)[1]["cases"]
+    assert first["failed"] == "too long" and [row["name"] for row in not_run] == list(hangs.ON_GPU)
+    assert {row["not_run"] for row in not_run} == {"needs a GPU, and torch sees none"}
+
+
+def test_a_call_that_hangs_is_ended_by_the_watchdog_and_one_that_does_not_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hangs = importlib.import_module("hangs")
+    found = hangs.run_case("sleeping call")
+    assert found["ended_by"] == "watchdog" and found["exit_code"] == 75 and found["seconds"] < hangs.ENDED
+    monkeypatch.setattr(hangs.sys, "executable", "/bin/false")
+    assert hangs.run_case("sleeping call")["failed"].startswith("did not hang within ")
 
 
 def test_a_step_for_a_gpu_is_pinned_as_training_s_is(monkeypatch: pytest.MonkeyPatch) -> None:
