@@ -332,7 +332,7 @@ def test_a_plan_prints_the_layouts(dense: Path, capsys: pytest.CaptureFixture[st
 
 def test_why_a_way_to_train_was_not_chosen() -> None:
     def planned(fits: bool = True, kinds: int = 0, **seconds: float) -> Any:
-        parts = {"compute": 10.0, "exposed": 0.0, "copies": 0.0, "update": 0.0} | seconds
+        parts = {"compute": 10.0, "exposed": 0.0, "copies": 0.0, "update": 0.0, "contention": 0.0} | seconds
         step = SimpleNamespace(seconds=sum(parts.values()), **parts)
         row = SimpleNamespace(fits=fits, bytes={"total": 30 * 10**9}, usable=20 * 10**9, step=step)
         return SimpleNamespace(row=row, kinds=kinds)
@@ -343,6 +343,7 @@ def test_why_a_way_to_train_was_not_chosen() -> None:
     assert why_not(planned(kinds=1), chosen) == "as fast"
     for part, said in (
         ("compute", "computation"), ("exposed", "communication"), ("copies", "copies"), ("update", "the update"),
+        ("contention", "communication beside"),
     ):  # fmt: skip
         seconds = {"exposed": 0.1, "copies": 0.1, "update": 0.1} | {part: 12.0 if part == "compute" else 2.0}
         assert said in why_not(planned(kinds=1, **seconds), chosen)
