@@ -258,7 +258,7 @@ class ClassAssistant:
         cannot be read, or is a video and the model takes no videos."""
         apart = self.image_process
         if isinstance(path, Path) and is_video(path):
-            self.reader.chosen(where)  # raises ImageError if the model takes no videos
+            self.reader.frame_rule_or_raise(where)  # raises ImageError if the model takes no videos
             if apart is None:
                 clip = self.reader.clip(path, where)
                 return RgbImage(path, self.reader.load(path, where), clip)
