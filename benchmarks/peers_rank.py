@@ -175,7 +175,7 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
         parts = find_parts(cfg.model)
         model = build_model(cfg, parts, world.device)
         loader = open_data(cfg, world, model)
-        sources, buffers = find_weights(model, parts, cfg.model, None, cfg.seed), computed_buffers(model)
+        sources, buffers = find_weights(model, parts, cfg.model, seed=cfg.seed), computed_buffers(model)
         shard_by_hand(model, model.language_model.layers, set(model.vision_tower.parameters()))
         model.to_empty(device=world.device)
         trained = MasterWeights({n: p for n, p in model.named_parameters() if p.requires_grad})

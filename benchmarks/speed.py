@@ -168,7 +168,7 @@ def our_step(number: int, work: Work, cfg: Config, model: Llava, device: torch.d
     labels = sum(len(text) - 1 for text in texts)
     facts = StepFacts(
         number, samples=len(texts), tokens=sum(lengths), label_tokens=labels, images=len(texts),
-        pairs=sum(n * n for n in lengths), tiles=len(texts),
+        token_pairs=sum(n * n for n in lengths), tiles=len(texts),
     )  # fmt: skip
     sizes = shape.image_tokens, shape.image_size, labels
     rows = [packed([texts[i] for i in micro], *sizes) for micro in micros]

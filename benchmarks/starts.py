@@ -34,7 +34,7 @@ def write_llava(folder: Path, cfg: Config, tokenizer: Path, preprocessor: Path) 
     """
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, torch.float32)
-    sources = find_weights(model, parts, cfg.model, None, cfg.seed)
+    sources = find_weights(model, parts, cfg.model, seed=cfg.seed)
     weights = {
         name if name.startswith("lm_head.") else f"model.{name}": s.rows(0, s.shape[0]).bfloat16().float()
         for name, s in sources.items()

@@ -154,7 +154,7 @@ def build_whole(cfg: Config, world: World) -> TrainState:
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # the chunked loss allows no autocast
     loader = open_data(cfg, world, model)
-    sources = find_weights(model, parts, cfg.model, None, cfg.seed)
+    sources = find_weights(model, parts, cfg.model, seed=cfg.seed)
     buffers = computed_buffers(model)
     masters = materialize_whole(model, cfg, world.device)
     load_weights(sources, local_shards(model, masters))

@@ -40,7 +40,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava.llava import build_llava
-from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.load_weights import find_weights, fingerprint, load_weights, weight_digests
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.apply import apply_parallelism
@@ -144,9 +144,9 @@ def build_state(cfg: Config, parallelism: Parallelism) -> TrainState:
     model = build_llava(parts, cfg.model, dtype, kernel, cfg.loss)
     loader = open_data(cfg, model, parallelism)
     # For each parameter a tensor in a file, or a rule by which it is drawn. A rank reads only the rows of its shard.
-    sources = find_weights(model, parts, cfg.model, None, cfg.seed)
+    sources = find_weights(model, parts, cfg.model, seed=cfg.seed)
     # A run is not continued with other data or other frozen weights than those it began with.
-    digests = frozen_digests(model, sources, world.rank, world.size, gather_lists)
+    digests = weight_digests(model, sources, world.rank, world.size, gather_lists)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
 
     def load(model: Architecture, masters: MasterWeights) -> None:

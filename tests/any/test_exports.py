@@ -95,14 +95,14 @@ def test_a_later_training_begins_with_the_export_or_with_the_adapters(
     model, out = trained
     from_export = model.config(tmp_path, f"model.checkpoint={out}").model
     parts = find_parts(from_export)
-    weights = find_weights(build_architecture(parts, from_export, torch.float32), parts, from_export, None, 0)
+    weights = find_weights(build_architecture(parts, from_export, torch.float32), parts, from_export)
     expected = parameters_of(out / "export")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[n].rows(0, len(v)), v) for n, v in expected.items())
     own = ["model.train=[projector,language,vision]", "model.lora.dropout=0", f"model.lora.checkpoint={out}"]
     continued = model.config(tmp_path, *own, stage="finetune_task_lora").model
     parts = find_parts(continued)
-    weights = find_weights(build_architecture(parts, continued, torch.float32), parts, continued, None, 0)
+    weights = find_weights(build_architecture(parts, continued, torch.float32), parts, continued)
     stored = load_file(out / "adapter" / "adapter_model.safetensors")
     adapters = {name: source for name, source in weights.items() if is_adapter(name)}
     assert len(adapters) == len(stored) > 0

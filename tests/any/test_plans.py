@@ -76,4 +76,4 @@ def test_the_flops_of_an_image_are_those_of_the_class(name: str, photos: Whole, 
         sum(own.sum() for own in features).backward()
     tokens = int((made["input_ids"] == peer.config.image_token_id).sum())
     assert state.utilization is not None
-    assert state.utilization.flops.tile * tokens == pytest.approx(counter.get_total_flops(), rel=SAME)
+    assert state.utilization.flops.vision * tokens == pytest.approx(counter.get_total_flops(), rel=SAME)

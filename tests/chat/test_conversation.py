@@ -352,7 +352,7 @@ def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypa
         encode_question=lambda turns, images, *_: (np.arange(len(turns)), images), max_tokens=9,
         new_text=lambda: SimpleNamespace(close=lambda: "", text="", ended=False, is_thought_cut=True),
         to_device=lambda ids, images, blank: (ids, ()), device=torch.device("cpu"),
-        model=SimpleNamespace(language=SimpleNamespace(config=None)), alone=False,
+        model=SimpleNamespace(language=SimpleNamespace(config=None)), answers_one_by_one=False,
     )  # fmt: skip
     turn = Turn("human", "a")
     asked = [module.Question([turn] * turns, [], "here") for turns in (1, 3)]

@@ -320,7 +320,7 @@ def test_what_is_left_out_for_its_length_is_not_wrong() -> None:
         records.dropped_kinds = [kind for kind in Kind if not is_kept(kind, Parity.exact, too_long)]
         records.counts, records.num_wrong, records.num_too_long = dict.fromkeys(Kind, 0), 0, 0
         records.num_records = 0
-        count, numbers = records._count(), np.concatenate(list(records._choose())).tolist()
+        count, numbers = records._count(), np.concatenate(list(records._sample_numbers())).tolist()
         found[too_long] = numbers, records.num_wrong, records.num_too_long
         assert count == len(numbers)
         assert (records.counts[Kind.too_long], records.counts[Kind.no_labels]) == (3, 3)
@@ -333,7 +333,7 @@ class FakeIndex:
 
     def __init__(self, flags: np.ndarray):
         self.flags = flags
-        self.first_row = None
+        self.first_sample = None
 
     def __len__(self) -> int:
         return len(self.flags)

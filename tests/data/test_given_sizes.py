@@ -89,7 +89,7 @@ def test_a_record_with_a_wrong_size_is_skipped(pixels: str, parts: Path, dataset
     """When its image is read, and as a record with a broken image is; never trained on with other tokens."""
     skip = "data.bad_records=skip", "data.max_bad_records=100%", "global_batch_size=44", f"data.pixels={pixels}"
     cfg, records, number = wrong(parts, dataset, tmp_path, *skip)
-    assert not list(records.index.rows())
+    assert not list(records.index.problems())
     step = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps[0]
     assert not isinstance(step, Exception)
     assert [(own.number, own.kind) for own in step.facts.skipped] == [(number, Kind.image_unreadable)]

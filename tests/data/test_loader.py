@@ -190,7 +190,7 @@ def test_a_sample_that_is_not_what_was_examined(column: str, parts: Path, datase
 def test_pairs_of_long_samples_do_not_overflow(parts: Path, dataset: Path) -> None:
     steps = open_loader(parts, dataset).steps
     steps.records.lengths = np.full(44, 60_001, dtype=np.int32)
-    assert steps.facts(0, [0, 5, 5]).pairs == 3 * 60_001**2
+    assert steps.facts(0, [0, 5, 5]).token_pairs == 3 * 60_001**2
 
 
 def test_what_just_fits_is_let_in(parts: Path, dataset: Path) -> None:

@@ -82,7 +82,7 @@ def row(name: str, identity: str = "x") -> dict[str, Any]:
 
 
 def problems(records: Records) -> list[tuple[int, str]]:
-    return [(own["record"], own["kind"]) for own in records.index.rows()]
+    return [(own["record"], own["kind"]) for own in records.index.problems()]
 
 
 def fetched(proxy: FaultyProxy) -> set[str]:

@@ -22,7 +22,7 @@ from llava_fsdp.data.index.record_store import DataSource, SourceFile
 from llava_fsdp.data.index.source_state import check_unchanged, stamp
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.synthetic import Contents, fullest, micro_batches_of, synthetic_micro_batch, synthetic_step
+from llava_fsdp.data.synthetic import Contents, dry_run_micro_batches, fullest, synthetic_micro_batch, synthetic_step
 from llava_fsdp.data.text.sample import Sample
 from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
@@ -38,11 +38,11 @@ def config(*values: str) -> Config:
 
 def test_the_counts_of_a_step_of_ranks_that_share_rows() -> None:
     """Four ranks, two of which process a row together: its samples are counted once, its tokens by each rank."""
-    contents = Contents((100, 60), images=3, tiles=6, labels=70, image_tokens=60, context=2)
+    contents = Contents((100, 60), images=3, tiles=6, labels=70, image_tokens=60, ranks_per_row=2)
     assert contents.tokens == 80
     for batch, count in ((1, 1), (4, 1), (5, 2), (1000, 2)):
         cfg = config(f"global_batch_size={batch}")
-        assert micro_batches_of(contents, cfg, 4) == count
+        assert dry_run_micro_batches(contents, cfg, 4) == count
         step = synthetic_step(7, contents, SHAPE, cfg, 4)
         facts = dataclasses.asdict(step.facts)
         assert len(step.micro_batches) == count and facts["step"] == 7
@@ -58,7 +58,7 @@ def test_the_counts_of_a_step_of_ranks_that_share_rows() -> None:
 
 
 def test_a_micro_batch_without_data() -> None:
-    contents = Contents((100, 60), images=3, tiles=6, labels=70, image_tokens=60, context=2)
+    contents = Contents((100, 60), images=3, tiles=6, labels=70, image_tokens=60, ranks_per_row=2)
     micro = synthetic_micro_batch(contents, SHAPE, pack=True)
     assert micro.input_ids.shape == (1, 80) and micro.images["tiles"].shape == (6, 3, 28, 28)
     assert micro.cu_seqlens.tolist() == [0, 100, 160] and micro.position_ids.tolist() == [[*range(80)]]

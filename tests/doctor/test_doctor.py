@@ -110,7 +110,7 @@ def machine(**more: Any) -> Host:
 
 
 def needs(total: int, usable: int) -> Needs:
-    row: Any = SimpleNamespace(bytes={"total": total}, usable=usable, fits=total <= usable, moment="in the update")
+    row: Any = SimpleNamespace(bytes={"total": total}, usable=usable, fits=total <= usable, peak_moment="in the update")
     return Needs(row, "A100", 0, 0, 0)
 
 
@@ -427,7 +427,7 @@ def test_what_a_small_training_needs() -> None:
     words = ["gpus=2", "sharding=zero3", "export.dtype=bf16"]
     one = context_of(*words, torch=torch_of(cuda=None)).needs
     two = context_of(*words, "nodes=2", "export.enabled=false", torch=torch_of(cuda=None)).needs
-    assert two.row.bytes["total"] < one.row.bytes["total"] and 0 < two.step < one.step
+    assert two.plan.bytes["total"] < one.plan.bytes["total"] and 0 < two.step < one.step
     assert (one.export > 0, two.export, two.checkpoint) == (True, 0, one.checkpoint)
 
 
@@ -621,7 +621,7 @@ def test_a_folder_without_a_model_is_one_row(tmp_path: Path) -> None:
 def test_more_ranks_on_a_cpu_than_fit_fail_in_every_row() -> None:
     """Ranks share the memory, so more of them are no cure; no row shows a negative number."""
     usable = Machine(None, "", 16 * GIB // 256, 1.0).usable(256)
-    row: Any = SimpleNamespace(bytes={"total": 50 << 20}, usable=usable, fits=False, moment="")
+    row: Any = SimpleNamespace(bytes={"total": 50 << 20}, usable=usable, fits=False, peak_moment="")
     context = context_of(
         "gpus=256", torch=torch_of(cuda=None), host=machine(memory=16 * GIB, available=16 * GIB),
         needs=Needs(row, "2 CPU cores", 0, 0, 0),

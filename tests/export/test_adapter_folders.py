@@ -482,14 +482,14 @@ def test_an_adapter_is_not_used_with_a_base_of_another_type(
     ):
         write_json(saved / CONFIG_FILE, plain | said)
         (saved / "config.json").unlink(missing_ok=True)
-        check_named_base(open_adapter(saved), find_parts(read_model(run.run / "export", None, None)), "x", "base=PATH")
+        check_named_base(open_adapter(saved), find_parts(read_model(run.run / "export")), "x", "base=PATH")
         if beside is not None:
             write_json(saved / "config.json", beside)
         with pytest.raises(ModelError, match=r"says that it is a llama, and .*mistral is a mistral"):
-            check_named_base(open_adapter(saved), find_parts(read_model(other, None, None)), str(other), "base=PATH")
+            check_named_base(open_adapter(saved), find_parts(read_model(other)), str(other), "base=PATH")
     (saved / "config.json").unlink()
     write_json(saved / CONFIG_FILE, plain | {"auto_mapping": {"parent_library": "transformers.models"}})
-    check_named_base(open_adapter(saved), find_parts(read_model(other, None, None)), str(other), "base=PATH")
+    check_named_base(open_adapter(saved), find_parts(read_model(other)), str(other), "base=PATH")
     write_json(saved / CONFIG_FILE, plain | {"auto_mapping": library})
     shutil.copy(run.adapter / OTHERS[0], saved)
     with pytest.raises(ModelError, match="is for another base"):

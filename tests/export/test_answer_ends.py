@@ -23,8 +23,8 @@ from llava_fsdp.data.text.templates import TEMPLATES
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write.adapter_folder import small_files
-from llava_fsdp.export.write.chat_template import rehearse_images
-from llava_fsdp.export.write.formats import begin_hf, source_of_run
+from llava_fsdp.export.write.chat_template import first_image_conversation_with_other_ids
+from llava_fsdp.export.write.formats import source_of_run, write_hf_except_weights
 from llava_fsdp.export.write.generation_file import check_ends
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -204,7 +204,7 @@ def test_whole_models_keep_what_ends_their_answers(kind: str, parts: Path, datas
     cfg = make_config(parts, dataset, tmp_path / "run", *words, *WHOLE[kind])
     source = source_of_run(build_llava(find_parts(cfg.model), cfg.model, torch.float32), cfg, "", 0)
     (tmp_path / "export").mkdir()
-    begin_hf(source, torch.float32, tmp_path / "export")
+    write_hf_except_weights(source, torch.float32, tmp_path / "export")
     found = json.loads((tmp_path / "export" / "generation_config.json").read_text())
     assert found["eos_token_id"] == [2, 5, 6, 7] and SAMPLING.items() <= found.items()
 
@@ -248,11 +248,11 @@ def test_a_processor_that_gives_other_ids_than_training_is_found(
     source = source_of_run(build_llava(find_parts(cfg.model), cfg.model, torch.float32), cfg, "", 0)
     folder, ours, form = tmp_path / "export", open_tokenizer(parts / "language"), TEMPLATES["v1"]
     folder.mkdir()
-    begin_hf(source, torch.float32, folder)
+    write_hf_except_weights(source, torch.float32, folder)
     assert (
         "gives other token ids" not in caplog.text
-        and rehearse_images(folder, ours, form, False, source.image_tokens) is None
+        and first_image_conversation_with_other_ids(folder, ours, form, False, source.image_tokens) is None
     )
     settings = json.loads((folder / "processor_config.json").read_text())
     write_json(folder / "processor_config.json", settings | {"num_additional_image_tokens": 2})
-    assert rehearse_images(folder, ours, form, False, source.image_tokens) is not None
+    assert first_image_conversation_with_other_ids(folder, ours, form, False, source.image_tokens) is not None

@@ -26,7 +26,14 @@ from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.templates import TEMPLATES, Template
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.export.write.chat_template import as_parts, as_text, chat_template, find_gap, ids_of_training, rehearse
+from llava_fsdp.export.write.chat_template import (
+    as_parts,
+    as_text,
+    chat_template,
+    find_gap,
+    first_conversation_with_other_ids,
+    ids_of_training,
+)
 from llava_fsdp.export.write.processor import check_template, write_tokenizer
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train import main as train
@@ -194,7 +201,7 @@ def test_ids_are_those_of_training_with_a_model_s_own_template(
         form = open_template(own, source, ours)
         theirs = AutoTokenizer.from_pretrained(tmp_path / f"export{start_end}")
         image_id, refused = theirs.convert_tokens_to_ids(IMAGE_TAG), 0
-        assert rehearse(tmp_path / f"export{start_end}", ours, form, start_end) is None
+        assert first_conversation_with_other_ids(tmp_path / f"export{start_end}", ours, form, start_end) is None
         assert own_name(tmp_path / f"export{start_end}") == own
         for _ in range(records):
             texts = random_texts(dice)
@@ -222,7 +229,7 @@ def test_videos_with_a_model_s_own_template(name: str, pieces: bool, tmp_path: P
     for start_end in (False, True):
         folder = tmp_path / f"export{start_end}"
         exported(source, folder, form, start_end, video=True)
-        assert rehearse(folder, ours, open_template(form, source, ours), start_end) is None
+        assert first_conversation_with_other_ids(folder, ours, open_template(form, source, ours), start_end) is None
         assert own_name(folder) == form or not code
         theirs = AutoTokenizer.from_pretrained(folder)
         texts = ["<video> or <image>", "a", "and <video>", "b"]
@@ -233,7 +240,7 @@ def test_videos_with_a_model_s_own_template(name: str, pieces: bool, tmp_path: P
             theirs.apply_chat_template(as_text(["a", "<video>"]), tokenize=False)
     path = folder / "chat_template.jinja"
     path.write_text(path.read_text().replace("chat.tags + ['<video>']", "chat.tags + ['<image>']"))
-    assert rehearse(folder, ours, open_template(form, source, ours), True) is not None
+    assert first_conversation_with_other_ids(folder, ours, open_template(form, source, ours), True) is not None
 
 
 @pytest.mark.parametrize("kind", ["tiny", "hf4_legacy_default", "qwen"])
@@ -247,7 +254,7 @@ def test_a_model_s_own_template_with_every_tokenizer(kind: str, tmp_path: Path) 
     own = own_name(source)
     assert own is not None
     ours = exported(source, tmp_path / "export", own)
-    assert rehearse(tmp_path / "export", ours, open_template(own, source, ours), False) is None
+    assert first_conversation_with_other_ids(tmp_path / "export", ours, open_template(own, source, ours), False) is None
     theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
     rendered = theirs.apply_chat_template(as_text(["<image>a", "b"]), tokenize=False)
     assert theirs(rendered)["input_ids"] == theirs(rendered, add_special_tokens=False)["input_ids"]
@@ -427,8 +434,8 @@ def test_rehearsal_names_what_differs(tmp_path: Path) -> None:
     ours = exported(write_source("tiny", tmp_path / "source"), tmp_path / "export")
     form, path = TEMPLATES["v1"], tmp_path / "export" / "chat_template.jinja"
     written = path.read_text()
-    assert rehearse(tmp_path / "export", ours, form, False) is None
-    assert rehearse(tmp_path / "export", ours, form, True) is not None
+    assert first_conversation_with_other_ids(tmp_path / "export", ours, form, False) is None
+    assert first_conversation_with_other_ids(tmp_path / "export", ours, form, True) is not None
     for old, new in (
         ("{{- bos_token -}}", ""),
         ("{{- ' ' -}}", ""),
@@ -436,7 +443,7 @@ def test_rehearsal_names_what_differs(tmp_path: Path) -> None:
     ):
         assert old in written
         path.write_text(written.replace(old, new))
-        differs = rehearse(tmp_path / "export", ours, form, False)
+        differs = first_conversation_with_other_ids(tmp_path / "export", ours, form, False)
         assert differs is not None and "'role': 'user'" in differs
 
 

@@ -78,7 +78,7 @@ def read(folder: Path, dataset: Path, loss: LossConfig | None, dtype: torch.dtyp
     cfg = make_config(folder, dataset, folder / "run", *BOTH).model
     parts = find_parts(cfg)
     shapes = build_llava(parts, cfg, dtype)
-    model = load_copy(shapes, find_weights(shapes, parts, cfg, None, 0), dtype)
+    model = load_copy(shapes, find_weights(shapes, parts, cfg), dtype)
     model.lm_head.label_loss = build_llava(parts, cfg, dtype, None, loss).lm_head.label_loss
     return model.requires_grad_(True)
 

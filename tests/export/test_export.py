@@ -87,7 +87,7 @@ def test_run_means_its_newest_state(run: Path, tmp_path: Path) -> None:
 
 def test_exports_cache_though_training_does_not(llava: Path, run: Path) -> None:
     """Training turns the cache of keys and values off, and whoever loads an export generates with one."""
-    cfg = read_model(run / "export", None, None)
+    cfg = read_model(run / "export")
     found = find_parts(cfg)
     model = build_llava(found, cfg, torch.float32)
     assert model.language_model.config.use_cache is False

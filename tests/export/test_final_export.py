@@ -62,7 +62,7 @@ def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
     parts = find_parts(cfg.model)
     kernel = choose_kernel(cfg.attention, parts.language, CPU, torch.float32) if cfg.packs else None
     model = build_llava(parts, cfg.model, torch.float32, kernel)
-    sources, buffers = find_weights(model, parts, cfg.model, None, 0), computed_buffers(model)
+    sources, buffers = find_weights(model, parts, cfg.model), computed_buffers(model)
     materialize(model, lambda empty: empty.to_empty(device="cpu"))
     load_weights(sources, local_shards(model, MasterWeights({})))
     restore_buffers(model, buffers)
@@ -474,7 +474,7 @@ def test_vocabulary_without_a_row_to_spare(dataset: Path, tmp_path: Path) -> Non
     for has_notes in (True, False):
         if not has_notes:
             (folder / "llava_fsdp.json").unlink()
-        assert find_parts(read_model(folder, None, None)).language.vocab_size == rows
+        assert find_parts(read_model(folder)).language.vocab_size == rows
     train.train(make_config(parts, dataset, tmp_path / "two", *EXPORTED, *start(folder), "max_steps=1"))
     one, two = outcome(tmp_path / "one"), outcome(tmp_path / "two")
     assert one.losses == two.losses
@@ -491,7 +491,7 @@ def test_exported_processor_makes_our_pixels_and_tokens(
     cfg = make_config(folder, dataset, tmp_path / "run", *overrides, f"data.image_aspect_ratio={aspect}")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     (tmp_path / "export").mkdir()
-    formats.begin_hf(source_of_run(model, cfg, "run", 1), torch.float32, tmp_path / "export")
+    formats.write_hf_except_weights(source_of_run(model, cfg, "run", 1), torch.float32, tmp_path / "export")
     processor = AutoProcessor.from_pretrained(tmp_path / "export")
     picture = Image.effect_noise((50, 31), 80).convert("RGB")
     picture.save(tmp_path / "a.png")

@@ -76,7 +76,7 @@ def read_again(key: str, folder: Path, parts: Path, dataset: Path, ids: torch.Te
     cfg = make_config(parts, dataset, parts / "unused", *READ, *keys, f"{key}={folder}").model
     found = find_parts(cfg)
     shapes = build_llava(found, cfg, torch.float32)
-    model = load_copy(shapes, find_weights(shapes, found, cfg, None, 0), torch.float32)
+    model = load_copy(shapes, find_weights(shapes, found, cfg), torch.float32)
     nothing = torch.zeros(0, dtype=torch.int64)
     places = torch.arange(ids.numel())
     return model(ids, None, {}, nothing, places, return_logits=True).view(*ids.shape, -1)

@@ -41,7 +41,7 @@ from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source
-from llava_fsdp.export.write.chat_template import rehearse
+from llava_fsdp.export.write.chat_template import first_conversation_with_other_ids
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -344,7 +344,7 @@ def test_the_chat_template_takes_videos(run: Path) -> None:
         ["<video>", "what"],
     ]
     ours = open_tokenizer(run / "export", tokenizer.convert_tokens_to_ids("<image>"))
-    assert rehearse(run / "export", ours, TEMPLATES["v1"], False) is None
+    assert first_conversation_with_other_ids(run / "export", ours, TEMPLATES["v1"], False) is None
     with pytest.raises(TemplateError, match="images belong to"):
         answer = {"role": "assistant", "content": "<video>"}
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}, answer], tokenize=False)

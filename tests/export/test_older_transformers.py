@@ -19,7 +19,7 @@ from unpacked import run_with, unpacked
 from llava_fsdp.export.prove.rehearsal import compare, prepare_copy, write_hf
 from llava_fsdp.export.prove.verify_logits import exported_logits
 from llava_fsdp.export.write.chat_template import PROBES, as_parts, as_text
-from llava_fsdp.export.write.formats import SourceModel, begin_hf, source_of_run
+from llava_fsdp.export.write.formats import SourceModel, source_of_run, write_hf_except_weights
 from llava_fsdp.export.write.older_transformers import NEEDS_5, older_tokenizer, with_older_fields
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -264,7 +264,7 @@ def test_the_processor_gives_the_same_pixels_in_transformers_4(
     language, vision = (AutoConfig.from_pretrained(parts / name) for name in ("language", "vision"))
     source, folder = source_with(language, vision, parts, dataset, tmp_path, *words), tmp_path / "export"
     folder.mkdir()
-    begin_hf(source, torch.float32, folder)
+    write_hf_except_weights(source, torch.float32, folder)
     Image.effect_noise((50, 31), 80).convert("RGB").save(folder / "asked.png")
     asked = {"texts": ["a"], "messages": [as_text(["<image>\nwhat", "red"])], "image": "asked.png"}
     torch.save(asked, folder / "asked.pt")

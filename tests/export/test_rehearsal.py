@@ -30,7 +30,13 @@ from llava_fsdp.export.prove.rehearsal import (
     write_hf,
 )
 from llava_fsdp.export.prove.small_copy import count_layers, shrink, shrink_image, shrink_layer, small_copy
-from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, source_of_run
+from llava_fsdp.export.write.formats import (
+    SourceModel,
+    WrittenExceptWeights,
+    hf_config,
+    source_of_run,
+    write_hf_except_weights,
+)
 from llava_fsdp.export.write.processor import check_image_tokens
 from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.model.llava.llava import build_llava
@@ -186,7 +192,7 @@ def test_a_parameter_that_transformers_has_no_place_for_is_named(source: Callabl
 
 def test_an_image_of_another_length_is_refused(source: Callable[..., SourceModel], parts: Path, tmp_path: Path) -> None:
     own = source("llama", "clip_vision_model", f"model.vision={parts / 'vision'}")
-    begin_hf(own, torch.float32, tmp_path)
+    write_hf_except_weights(own, torch.float32, tmp_path)
     check_image_tokens(tmp_path, (31, 50), own.model.image_tokens)
     with pytest.raises(ModelError, match=f"{own.model.image_tokens} tokens"):
         check_image_tokens(tmp_path, (31, 50), own.model.image_tokens + 1)
@@ -333,7 +339,7 @@ def test_what_cannot_be_tried_with_values_is_planned(monkeypatch: pytest.MonkeyP
     """Where there is no small copy; and where its export cannot be read, since a plan may say more clearly why."""
     planned: list[int] = []
     monkeypatch.setattr(rehearsal, "rehearse_on_meta", lambda model, dtype, rows: planned.append(rows))
-    monkeypatch.setattr(rehearsal, "begin_hf", lambda *_: (70, []))
+    monkeypatch.setattr(rehearsal, "write_hf_except_weights", lambda *_: WrittenExceptWeights(70, []))
     monkeypatch.setattr(rehearsal, "has_tokenizer", lambda _: False)
     monkeypatch.setattr(rehearsal, "hf_config", lambda *_: None)
     monkeypatch.setattr(rehearsal, "check_names", lambda *_: None)

@@ -12,7 +12,7 @@ from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.export.card.model_card import REMARKS, FolderKind
-from llava_fsdp.export.write.formats import begin_hf, source_of_run, write_notes
+from llava_fsdp.export.write.formats import source_of_run, write_hf_except_weights, write_notes
 from llava_fsdp.export.write.remarks import log_remarks, remarks_on
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -61,7 +61,7 @@ def test_an_export_of_llava_onevision_tells_its_limit(
     folder = tmp_path / "export"
     folder.mkdir()
     source = source_of_run(build_llava(find_parts(cfg.model), cfg.model, torch.float32), cfg, "", 0)
-    _, remarks = begin_hf(source, torch.float32, folder)
+    remarks = write_hf_except_weights(source, torch.float32, folder).remarks
     assert bool(remarks) == ("data.max_tiles=2" in caplog.text) == (most == 2)
     write_notes(source, folder, FolderKind.llava_of_transformers, {REMARKS: remarks})
     assert ("data.max_tiles=2" in (folder / "README.md").read_text()) == (most == 2)

@@ -139,7 +139,7 @@ def check(parts: Path, path: Path, expected: str | list[str | None], **limits: i
 
     def look() -> object:
         records = open_again(cfg, parts)
-        return kinds_found(records), list(records.index.rows())
+        return kinds_found(records), list(records.index.problems())
 
     found = within_limits(look, **limits)
     if isinstance(found, LlavaFsdpError):

@@ -120,10 +120,10 @@ class Sides:
 
     def ours(self, variant: str, side: str) -> Llava:
         if (variant, side) not in self.made:
-            cfg = read_model(self.folder_of(variant, side), None, None)
+            cfg = read_model(self.folder_of(variant, side))
             parts = find_parts(cfg)
             model = build_llava(parts, cfg, torch.float32)
-            self.made[variant, side] = load_copy(model, find_weights(model, parts, cfg, None, 0), torch.float32)
+            self.made[variant, side] = load_copy(model, find_weights(model, parts, cfg), torch.float32)
         return self.made[variant, side]
 
     def theirs(self, variant: str) -> LlavaForConditionalGeneration:

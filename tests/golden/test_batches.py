@@ -62,7 +62,7 @@ def load(model: Path, stage: str, merge: str, start_end: bool = False) -> Llava:
     parts = find_parts(cfg.model)
     built = build_llava(parts, cfg.model, torch.float32)
     buffers = computed_buffers(built)
-    sources = find_weights(built, parts, cfg.model, None, 0)
+    sources = find_weights(built, parts, cfg.model)
     built.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in built.named_parameters():

@@ -88,7 +88,7 @@ def test_command_is_the_script(name: str, tmp_path: Path) -> None:
     args = theirs(record)
     done = migrate(run_of(record, tmp_path, gpus=8))
     assert done.refused == ""
-    cfg = config_of(assignments(done.kept))
+    cfg = config_of(assignments(done.printed_overrides))
     assert cfg.optim.lr == args["learning_rate"]
     assert cfg.optim.projector_lr == args["mm_projector_lr"]
     assert cfg.optim.weight_decay == args["weight_decay"]
@@ -131,7 +131,7 @@ def test_command_is_the_script(name: str, tmp_path: Path) -> None:
 def test_v1_5_scripts_become_short_commands(tmp_path: Path) -> None:
     """What a stage or a recipe says is not said again."""
     done = migrate(run_of(SCRIPTS["v1_5_finetune"], tmp_path, gpus=8))
-    assert set(done.kept) == {
+    assert set(done.printed_overrides) == {
         "stage", "model", "data", "data.path", "data.images", "model.projector", "output_dir", "checkpoint.every",
         "track.wandb", "activation_checkpointing",
     }  # fmt: skip

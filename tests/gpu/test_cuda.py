@@ -137,7 +137,7 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
     edges = boundaries(lengths, (0, 0, shared, 0, 0))
     row = RowMask(
         Boundaries(edges["cu_seqlens"].to(cuda), Lengths(lengths, max(lengths))),
-        shared=shared_tokens(lengths, edges["shared"], edges["key_offsets"].to(cuda)) if shared else None,
+        shared_prompt_tokens=shared_tokens(lengths, edges["shared"], edges["key_offsets"].to(cuda)) if shared else None,
     )
     dice = torch.Generator(cuda).manual_seed(0)
     module = torch.nn.Module()

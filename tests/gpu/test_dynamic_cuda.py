@@ -35,13 +35,13 @@ def test_measured_bytes_are_those_that_the_allocator_holds(cuda: torch.device) -
     recomputed = [held(), held()][1]  # the first pass allocates cuBLAS's workspace
     runs = [len(block.runs) for block in blocks]
     found = [block.measured() for block in blocks]
-    assert runs == [2] * BLOCKS and {one.size for one in found} == {ROWS * WIDTH}
+    assert runs == [2] * BLOCKS and {one.num_elements for one in found} == {ROWS * WIDTH}
     # A product on a GPU takes microseconds at the least, and these far less than a second.
-    assert all(1e-6 < one.seconds * one.size < 1 for one in found)
+    assert all(1e-6 < one.seconds * one.num_elements < 1 for one in found)
     for block, one in zip(blocks, found, strict=True):
-        block.measures, block.limit = False, Limit(one.size, one.length)
+        block.measures, block.limit = False, Limit(one.num_elements, one.length)
     kept = held() - recomputed
-    assert kept == sum(one.nbytes * one.size for one in found) > 0
+    assert kept == sum(one.nbytes * one.num_elements for one in found) > 0
 
 
 @pytest.mark.parametrize("compiles", ["false", "auto"])

@@ -99,7 +99,7 @@ def unknown_of(done: Migration) -> dict[str, str]:
 
 def composes(done: Migration) -> Any:
     """The configuration of the whole command."""
-    return config_of(assignments(done.decided))
+    return config_of(assignments(done.all_overrides))
 
 
 # --- shell ------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_number_of_gpus(script: str, gpus: int | None, tmp_path: Path) -> None:
             read(tmp_path, script + flags)
     else:
         done = table_of(read(tmp_path, script + flags))
-        assert (done.run.gpus, done.decided["global_batch_size"], unknown_of(done)) == (gpus, 6 * gpus, {})
+        assert (done.run.gpus, done.all_overrides["global_batch_size"], unknown_of(done)) == (gpus, 6 * gpus, {})
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_another_program(script: str, lacking: set[str], tmp_path: Path) -> None
     """A Trainer script with peft is LoRA on the whole checkpoint; what it lacks is named, and the exit code says so."""
     done = migrate(read(tmp_path, script))
     assert {text.partition(":")[0] for text in done.lacks} == lacking
-    cfg = config_of(assignments({"data.path": "d.json"} | done.kept))
+    cfg = config_of(assignments({"data.path": "d.json"} | done.printed_overrides))
     assert (cfg.model.lora.enabled, cfg.model.lora.r, cfg.data.max_length) == (True, 16, 2048)
     assert [str(part) for part in cfg.model.train] == ["language"]
     assert (cfg.model.projector_type, cfg.model.select_layer, cfg.export.enabled) == ("mlp2x_gelu", -2, True)
@@ -342,21 +342,21 @@ def test_another_program_exits_with_an_error_where_its_command_is_not_complete(t
 def test_another_program_without_adapters(tmp_path: Path) -> None:
     given = "--model_name_or_path llava-hf/llava-1.5-7b-hf --data_path d.json --max_seq_length 2048"
     done = table_of(read(tmp_path, f"torchrun sft.py {given}"))
-    assert (done.lacks, done.decided["stage"]) == ([], "finetune_task")
-    assert not [key for key in done.decided if key.startswith(("model.lora", "model.train"))]
+    assert (done.lacks, done.all_overrides["stage"]) == ([], "finetune_task")
+    assert not [key for key in done.all_overrides if key.startswith(("model.lora", "model.train"))]
 
 
 def test_a_base_in_four_bits_of_another_program(tmp_path: Path) -> None:
     flags = "--load_in_4bit True --bnb_4bit_quant_type fp4 --use_dora False --use_rslora True"
     done = migrate(read(tmp_path, WHOLE + flags))
-    assert (done.decided["model.lora.use_dora"], done.decided["model.lora.use_rslora"]) == (False, True)
+    assert (done.all_overrides["model.lora.use_dora"], done.all_overrides["model.lora.use_rslora"]) == (False, True)
     assert done.lacks == []
-    assert (done.decided["model.quantize.mode"], done.decided["model.quantize.double"]) == ("fp4", False)
+    assert (done.all_overrides["model.quantize.mode"], done.all_overrides["model.quantize.double"]) == ("fp4", False)
     done = table_of(read(tmp_path, WHOLE + "--load_in_8bit True"))
-    assert (done.decided["model.quantize.mode"], row(done, "load_in_8bit").verdict) == ("int8", mapped)
+    assert (done.all_overrides["model.quantize.mode"], row(done, "load_in_8bit").verdict) == ("int8", mapped)
     plain = WHOLE.replace("--use_peft True", "--load_in_8bit True")
     done = table_of(read(tmp_path, plain))
-    assert "model.quantize.mode" not in done.decided and row(done, "load_in_8bit").verdict is unsupported
+    assert "model.quantize.mode" not in done.all_overrides and row(done, "load_in_8bit").verdict is unsupported
     assert "8-bit weights: this command trains without quantized weights" in done.cautions
 
 
@@ -380,7 +380,7 @@ def test_flags_as_argparse_takes_them(tmp_path: Path) -> None:
         "--no_dataloader_pin_memory --tf32 --model_max_length 100 --adam_beta2 0.95",
     )  # fmt: skip
     keys = ("optim.lr", "optim.weight_decay", "optim.beta2", "data.max_length", "sampler.group_by_modality_length")
-    assert [done.decided[key] for key in keys] == [1e-3, 0.5, 0.95, 100, True]
+    assert [done.all_overrides[key] for key in keys] == [1e-3, 0.5, 0.95, 100, True]
     assert [done.run.trainer_value(name) for name in ("report_to", "dataloader_pin_memory", "tf32")] == [
         "wandb tensorboard", False, True,
     ]  # fmt: skip
@@ -410,7 +410,7 @@ def test_what_the_script_leaves_to_defaults_is_given(tmp_path: Path) -> None:
     """The original's defaults are not ours: the command names every one that differs."""
     flags = "--output_dir o --model_name_or_path lmsys/vicuna-7b-v1.5 --data_path d.json"
     done = migrate(read(tmp_path, f"torchrun --nproc_per_node 4 llava/train/train.py {flags}"))
-    cfg = config_of(assignments(done.kept))
+    cfg = config_of(assignments(done.printed_overrides))
     optim = cfg.optim
     assert (optim.schedule.value, optim.lr, optim.warmup_ratio, optim.clip) == ("linear", 5e-5, 0.0, 1.0)
     assert (cfg.epochs, cfg.data.max_length, cfg.data.image_aspect_ratio.value) == (3, 512, "square")
@@ -436,8 +436,8 @@ STAGES = [
 @pytest.mark.parametrize(("flags", "stage", "projector"), slow_after(2, STAGES))
 def test_stage(flags: str, stage: str, projector: str | None, tmp_path: Path) -> None:
     done = migrate(finetune_run(tmp_path, flags))
-    assert (done.decided["stage"], done.decided.get("model.projector")) == (stage, projector)
-    cfg = config_of(assignments(done.kept))
+    assert (done.all_overrides["stage"], done.all_overrides.get("model.projector")) == (stage, projector)
+    cfg = config_of(assignments(done.printed_overrides))
     assert cfg.stage.name == stage
     assert (cfg.model.checkpoint is not None) == (stage == "finetune_task")
 
@@ -450,7 +450,7 @@ def test_stage(flags: str, stage: str, projector: str | None, tmp_path: Path) ->
 def test_templates(version: str, name: str | None, verdict: Verdict, tmp_path: Path) -> None:
     """v0 trains with vicuna_v1 in the original, and an unknown name silently does so too."""
     done = finetune(tmp_path, f"--version {version}")
-    assert (done.decided.get("data.template"), row(done, "version").verdict) == (name, verdict)
+    assert (done.all_overrides.get("data.template"), row(done, "version").verdict) == (name, verdict)
     assert {template(known) for known in TEMPLATES.values()}
 
 
@@ -592,7 +592,7 @@ FLAGS_AND_VERDICTS = [
 def test_flags(flags: str, key: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
     done = finetune(tmp_path, flags)
     assert row(done, key).verdict is verdict
-    assert {k: done.decided.get(k, ABSENT) for k in decided} == decided
+    assert {k: done.all_overrides.get(k, ABSENT) for k in decided} == decided
     assert not unknown_of(done)
 
 
@@ -641,7 +641,7 @@ NEXT = [
 def test_flags_of_llava_next(flags: str, key: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
     done = finetune(tmp_path, flags)
     assert row(done, key).verdict is verdict
-    assert {k: done.decided.get(k, ABSENT) for k in decided} == decided
+    assert {k: done.all_overrides.get(k, ABSENT) for k in decided} == decided
     assert not unknown_of(done)
 
 
@@ -654,7 +654,7 @@ def test_defaults_of_llava_next_are_its_own(tmp_path: Path) -> None:
     flags = "--model_name_or_path m --data_path d.json --vision_tower v "
     for extra, length, mode in (("", 512, "none"), ("--verbose_logging True", 4096, "full")):
         done = table_of(read(tmp_path, f"torchrun --nproc_per_node 4 llava/train/train.py {flags}{extra}"))
-        assert (done.decided["data.max_length"], done.decided["activation_checkpointing"]) == (length, mode)
+        assert (done.all_overrides["data.max_length"], done.all_overrides["activation_checkpointing"]) == (length, mode)
 
 
 @pytest.mark.parametrize(
@@ -685,15 +685,17 @@ def test_a_list_of_files_of_records(
     (run,) = read_runs([str(script)] + [str(tmp_path / "mix.yaml")] * (is_named and text is not None), {})
     done = table_of(run)
     if isinstance(expected, list) or expected.endswith(".json"):
-        assert done.decided["data.path"] == expected and row(done, "data_path").verdict is mapped and not done.lacks
+        assert (
+            done.all_overrides["data.path"] == expected and row(done, "data_path").verdict is mapped and not done.lacks
+        )
     else:
-        assert "data.path" not in done.decided and row(done, "data_path").verdict is unsupported
+        assert "data.path" not in done.all_overrides and row(done, "data_path").verdict is unsupported
         assert expected in row(done, "data_path").text and any(expected in lack for lack in done.lacks)
 
 
 def test_several_files_of_one_pattern(tmp_path: Path) -> None:
     done = finetune(tmp_path, "--data_path 'd/{a,b}.json'")
-    assert done.decided["data.path"] == ["d/a.json", "d/b.json"]
+    assert done.all_overrides["data.path"] == ["d/a.json", "d/b.json"]
     done = migrate(done.run)
     assert not done.refused and "data.path=[d/a.json,d/b.json]" in done.words
 
@@ -711,7 +713,7 @@ def test_several_files_of_one_pattern(tmp_path: Path) -> None:
 def test_clipping_is_deepspeeds(extra: dict | None, flags: str, clip: float | None, tmp_path: Path) -> None:
     """Without its key DeepSpeed does not clip, whatever the trainer's max_grad_norm is."""
     done = finetune(tmp_path, flags, ZERO2 | extra if extra is not None else None)
-    assert done.decided["optim.clip"] == clip
+    assert done.all_overrides["optim.clip"] == clip
 
 
 NVME = {"offload": "nvme", "offload.folder": "/disk"}
@@ -742,7 +744,7 @@ ZERO_BLOCKS = [
 
 @pytest.mark.parametrize(("block", "expected"), ZERO_BLOCKS, ids=str)
 def test_zero_and_offload(block: dict, expected: dict, tmp_path: Path) -> None:
-    decided = finetune(tmp_path, zero={"zero_optimization": block}).decided
+    decided = finetune(tmp_path, zero={"zero_optimization": block}).all_overrides
     assert {k: v for k, v in decided.items() if k.startswith(("sharding", "offload"))} == expected
 
 
@@ -769,8 +771,8 @@ SHARED_SAMPLES = [
 def test_gpus_that_share_samples(zero: dict, expected: dict, batch: int, tmp_path: Path) -> None:
     """4 samples of a micro-batch, on 8 GPUs; those that share samples count once."""
     done = finetune(tmp_path, zero=ZERO2 | {"train_batch_size": batch} | zero)
-    assert {k: v for k, v in done.decided.items() if k.startswith("parallel")} == expected
-    assert done.decided["global_batch_size"] == batch and row(done, "train_batch_size").verdict is mapped
+    assert {k: v for k, v in done.all_overrides.items() if k.startswith("parallel")} == expected
+    assert done.all_overrides["global_batch_size"] == batch and row(done, "train_batch_size").verdict is mapped
 
 
 @pytest.mark.slow
@@ -784,11 +786,11 @@ def test_deepspeed_optimizer_has_one_group(tmp_path: Path) -> None:
     """It bypasses LLaVA's own group for the projector, and keys that it leaves out have DeepSpeed's defaults."""
     params = {"lr": "auto", "betas": [0.9, 0.999], "eps": "auto", "torch_adam": "true"}
     done = finetune(tmp_path, "--mm_projector_lr 1e-4", ZERO2 | {"optimizer": {"type": "AdamW", "params": params}})
-    assert (done.decided["optim.projector_lr"], done.decided["optim.weight_decay"]) == (None, 0.01)
+    assert (done.all_overrides["optim.projector_lr"], done.all_overrides["optim.weight_decay"]) == (None, 0.01)
     assert row(done, "mm_projector_lr").verdict is no_effect
     assert row(done, "optimizer.params.lr").outcome.resolved == 2e-5
     bare = finetune(tmp_path, "--weight_decay 0.1", ZERO2 | {"optimizer": {"type": "Adam", "params": {}}})
-    assert (bare.decided["optim.lr"], bare.decided["optim.weight_decay"]) == (1e-3, 0.0)
+    assert (bare.all_overrides["optim.lr"], bare.all_overrides["optim.weight_decay"]) == (1e-3, 0.0)
     assert row(bare, "learning_rate").verdict is row(bare, "weight_decay").verdict is no_effect
     assert row(bare, "optimizer.params.lr").source == "zero.json (not in it)"
 
@@ -796,7 +798,7 @@ def test_deepspeed_optimizer_has_one_group(tmp_path: Path) -> None:
 def test_deepspeeds_warmup_gives_all_groups_one_rate(tmp_path: Path) -> None:
     zero = ZERO2 | {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": 7}}}
     done = finetune(tmp_path, "--mm_projector_lr 1e-4 --max_steps 7", zero)
-    assert done.decided["optim.projector_lr"] is None
+    assert done.all_overrides["optim.projector_lr"] is None
     assert row(done, "mm_projector_lr").verdict is no_effect
 
 
@@ -822,7 +824,7 @@ def test_booleans_and_numbers_written_as_text(tmp_path: Path) -> None:
     assert row(done, "bf16.enabled").verdict is mapped
     assert row(done, "fp16.enabled").verdict is implied
     assert row(done, "zero_optimization.zero_quantized_weights").verdict is implied
-    assert (done.decided["sharding"], done.decided["optim.clip"]) == ("zero2", 1.0)
+    assert (done.all_overrides["sharding"], done.all_overrides["optim.clip"]) == ("zero2", 1.0)
     for key in extra:
         assert row(done, key).verdict is mapped
 
@@ -901,7 +903,7 @@ FP16 = "--fp16 True --bf16 False"
 def test_deepspeeds_loss_scale(key: str, tmp_path: Path) -> None:
     """DeepSpeed's defaults are those of precision.scaler; other values have no equivalent."""
     done = finetune(tmp_path, FP16, {"fp16": {"enabled": "auto", **LOSS_SCALE, key: 7}})
-    assert row(done, "fp16.enabled").verdict is mapped and done.decided["precision"] == "fp16"
+    assert row(done, "fp16.enabled").verdict is mapped and done.all_overrides["precision"] == "fp16"
     found = {name: row(done, f"fp16.{name}").verdict for name in LOSS_SCALE}
     assert found == dict.fromkeys(LOSS_SCALE, implied) | {key: unsupported}
     precision = composes(done).precision
@@ -989,7 +991,7 @@ def test_where_a_named_json_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mo
     assert stage() == (None, ("./scripts/zero.json",))
     (run,) = read_runs([str(script)], {}, 8)
     done = table_of(run)
-    assert "optim.clip" not in done.decided and row(done, "deepspeed").verdict is unsupported
+    assert "optim.clip" not in done.all_overrides and row(done, "deepspeed").verdict is unsupported
     assert done.lacks == ["./scripts/zero.json was not found: give it as another PATH"]
     for place, number in ((tmp_path / "tree" / "scripts", 1), (tmp_path, 2)):
         (place / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": number}}))
@@ -1028,19 +1030,21 @@ num_processes: 8
 def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
     script = f"accelerate launch --config_file accelerate.yaml --main_process_port 1 llava/train/train.py {FINETUNE}"
     done = migrate(read(tmp_path, script, accelerate=ACCELERATE_ZERO))
-    cfg = config_of(assignments(done.kept))
+    cfg = config_of(assignments(done.printed_overrides))
     assert (done.run.gpus, cfg.global_batch_size) == (4, 16)
     assert (cfg.sharding.strategy.value, cfg.optim.clip) == ("FULL_SHARD", 1.0)
     assert not done.lacks and len({(r.source, r.key) for r in done.rows}) == len(done.rows)
     other = accelerated(tmp_path, ACCELERATE_ZERO.replace("clipping: 1.0", "clipping: 0.5"))
     assert any("gradient_clipping: the original refuses to start" in caution for caution in other.cautions)
     bare = accelerated(tmp_path, "distributed_type: DEEPSPEED\nnum_processes: 4\n")
-    assert (bare.decided["sharding"], bare.decided["optim.clip"]) == ("zero2", None), "DeepSpeedPlugin's defaults"
+    assert (bare.all_overrides["sharding"], bare.all_overrides["optim.clip"]) == ("zero2", None), (
+        "DeepSpeedPlugin's defaults"
+    )
     offloads = "  offload_param_device: nvme\n  offload_param_nvme_path: /disk\n"
     disk = accelerated(tmp_path, ACCELERATE_ZERO.replace("  zero_stage", offloads + "  zero_stage"))
-    assert (disk.decided["offload"], disk.decided["offload.folder"]) == ("nvme", "/disk")
+    assert (disk.all_overrides["offload"], disk.all_overrides["offload.folder"]) == ("nvme", "/disk")
     fp16 = ACCELERATE_ZERO.replace("mixed_precision: bf16", "mixed_precision: fp16")
-    assert "precision.scaler.window" not in accelerated(tmp_path, fp16, "--bf16 False").decided
+    assert "precision.scaler.window" not in accelerated(tmp_path, fp16, "--bf16 False").all_overrides
 
 
 def test_accelerate_names_a_deepspeed_file(tmp_path: Path) -> None:
@@ -1106,7 +1110,7 @@ ACCELERATED = [
 @pytest.mark.parametrize(("old", "new", "decided", "key", "verdict"), ACCELERATED, ids=str)
 def test_accelerate_with_fsdp(old: str, new: str, decided: dict, key: str, verdict: Verdict, tmp_path: Path) -> None:
     done = accelerated(tmp_path, ACCELERATE_FSDP.replace(old, new))
-    assert {k: done.decided.get(k, ABSENT) for k in decided} == decided
+    assert {k: done.all_overrides.get(k, ABSENT) for k in decided} == decided
     (found,) = [r for r in done.rows if r.key.endswith(key)]
     assert found.verdict is verdict and not unknown_of(done)
 
@@ -1119,7 +1123,9 @@ def test_accelerate_with_fsdp_makes_a_whole_configuration(old: str, new: str, tm
 @pytest.mark.parametrize(("value", "mode"), [("true", "full"), ("false", "none")])
 def test_accelerate_checkpoints_activations_by_itself(value: str, mode: str, tmp_path: Path) -> None:
     file = ACCELERATE_FSDP.replace("offload_params: false", f"activation_checkpointing: {value}")
-    assert accelerated(tmp_path, file, "--gradient_checkpointing False").decided["activation_checkpointing"] == mode
+    assert (
+        accelerated(tmp_path, file, "--gradient_checkpointing False").all_overrides["activation_checkpointing"] == mode
+    )
 
 
 def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
@@ -1155,7 +1161,7 @@ def test_accelerate_counts_the_processes_of_all_machines(
     run = read(tmp_path, f"accelerate launch {flags} llava/train/train.py {FINETUNE}", accelerate=file, gpus=gpus)
     done = table_of(run)
     assert ((run.ranks.nodes, run.ranks.per_node), run.gpus) == (found, gpus or 8)
-    assert done.decided["global_batch_size"] == 4 * (gpus or 8)
+    assert done.all_overrides["global_batch_size"] == 4 * (gpus or 8)
     command = " ".join(done.words)
     assert (f"--nnodes {found[0]} " in command) == (found[0] > 1) and f"--nproc-per-node {found[1]} " in command
 
@@ -1172,7 +1178,11 @@ def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
 def test_fsdp_of_the_trainer(value: str, sharding: str, offload: str | None, tmp_path: Path) -> None:
     done = finetune(tmp_path, f'--fsdp "{value}" --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer', None)
     assert row(done, "fsdp").verdict is mapped
-    assert (done.decided["sharding"], done.decided.get("offload"), done.decided["optim.clip"]) == (sharding, offload, 1)
+    assert (done.all_overrides["sharding"], done.all_overrides.get("offload"), done.all_overrides["optim.clip"]) == (
+        sharding,
+        offload,
+        1,
+    )
 
 
 # --- the entry --------------------------------------------------------------------------------------------------------

@@ -235,11 +235,13 @@ def test_a_command_of_a_trainer_gives_exactly_these_keys(name: str, tmp_path: Pa
     files, gpus, words, overrides = RUNS[name]
     given = [file for file in files if file == "run.sh"] or list(files)
     done = migrated(tmp_path, files, *given, gpus=gpus)
-    assert done.kept == overrides
-    assert done.words == [*words.split(), *assignments(done.kept)]
+    assert done.printed_overrides == overrides
+    assert done.words == [*words.split(), *assignments(done.printed_overrides)]
     assert (done.lacks, unknown_of(done)) == ([], {})
     assert done.run.trainer and done.cautions == [f"{done.run.trainer.value}: {DIFFERS[done.run.trainer]}"]
-    cfg = config_of(assignments({"model": "own", "model.language": overrides["model.checkpoint"]} | done.kept))
+    cfg = config_of(
+        assignments({"model": "own", "model.language": overrides["model.checkpoint"]} | done.printed_overrides)
+    )
     assert cfg.global_batch_size == done.run.batch and cfg.model.lora.enabled is done.run.is_lora
 
 

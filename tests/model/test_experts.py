@@ -12,7 +12,7 @@ from tiers import slow_after
 from transformers import AutoConfig, AutoModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.batching.batch import MicroBatch, Segments
 from llava_fsdp.model.experts import (
     Router,
     RouterHook,
@@ -54,7 +54,7 @@ def plain_step(model: Llava, micros: list[MicroBatch]) -> tuple[torch.Tensor, to
         embeds = model.embedded(micro.input_ids, micro.images)
         for row, begin_, end in places:
             n = end - begin_
-            edges = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32), (n,)
+            edges = Segments(torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32), (n,))
             own = embeds[row : row + 1, begin_:end]
             arguments = attention_arguments(own, edges if micro.lengths else None, model.attention)
             logits = model.language_model(inputs_embeds=own, **arguments, output_router_logits=True).router_logits

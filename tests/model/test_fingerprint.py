@@ -9,7 +9,7 @@ from small import Configure
 from torch import nn
 
 from llava_fsdp.model import load_weights
-from llava_fsdp.model.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
+from llava_fsdp.model.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, weight_digests
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.runtime.errors import ModelError
@@ -22,18 +22,18 @@ def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
     model = nn.ModuleDict({"base": nn.Linear(2048, 4100), "head": nn.Linear(4, 4)})  # base: three stretches of rows
     model["base"].requires_grad_(False)
     sources: dict[str, Stored] = {name: MemoryTensor(p.detach().clone()) for name, p in model.named_parameters()}
-    digests = frozen_digests(model, sources)
+    digests = weight_digests(model, sources)
     first = fingerprint(model, digests)
     shares: list[tuple[str, str]] = []
     for rank in range(3):
-        frozen_digests(model, sources, rank, 3, lambda own: shares.extend(own) or own)
+        weight_digests(model, sources, rank, 3, lambda own: shares.extend(own) or own)
     assert fingerprint(model, dict(shares)) == first
     trained = {**sources, "head.weight": MemoryTensor(torch.zeros(4, 4))}
-    assert fingerprint(model, frozen_digests(model, trained)) == first, "what trains is in the checkpoint"
+    assert fingerprint(model, weight_digests(model, trained)) == first, "what trains is in the checkpoint"
     for name, place in (("base.weight", (4099, 2047)), ("base.weight", (2049, 0)), ("base.bias", (4099,))):
         other = sources[name].rows(0, 4100).clone()
         other.view(torch.int32)[place] ^= 1
-        changed = frozen_digests(model, {**sources, name: MemoryTensor(other)})
+        changed = weight_digests(model, {**sources, name: MemoryTensor(other)})
         assert fingerprint(model, changed) != first, (name, place)
         assert base_fingerprint(changed, []) != base_fingerprint(digests, []), (name, place)
         assert base_fingerprint(changed, [name]) == base_fingerprint(digests, [name]), "it comes with the adapter"

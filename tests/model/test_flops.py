@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
 from llava_fsdp.config import Part
+from llava_fsdp.data.batching.batch import Segments
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.flops import (
@@ -43,7 +44,7 @@ def counted(model: Llava, samples: int, length: int, labels: int, tiles: int, pa
     """FLOPs of matrix products for so many samples of one length; attention is products too, of whole squares."""
     total = samples * length
     held = boundaries((length,) * samples)
-    segments = (held["position_ids"], held["cu_seqlens"], held["lengths"]) if pack else None
+    segments = Segments(**held) if pack else None
     shape = (1, total) if pack else (samples, length)
     shown = 4 * min(1, tiles)
     seeds = torch.zeros(shape if pack else (samples, 1), dtype=torch.int64)

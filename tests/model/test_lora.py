@@ -11,6 +11,7 @@ from small import make_config, write_json
 from torch import nn
 
 from llava_fsdp.config import LoraConfig
+from llava_fsdp.data.batching.batch import Segments
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model import load_weights
 from llava_fsdp.model.adapters.lora import check_gradients
@@ -174,7 +175,7 @@ def test_masks_are_those_of_the_sample_wherever_it_is_packed() -> None:
     seeds, lengths, none = torch.tensor([5, 6, 7]), (4, 1, 6), torch.zeros(0, dtype=torch.int64)
     alone, together = TokenKeys(), TokenKeys()
     held = boundaries(lengths)
-    segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
+    segments = Segments(**held)
     together.set(seeds.repeat_interleave(torch.tensor(lengths))[None], none, torch.Size((1, 11)), segments, 1)
     alone.set(seeds[:, None], none, torch.Size((3, 6)), None, 1)
     assert together.language is not None and alone.language is not None
@@ -235,7 +236,7 @@ def test_every_parameter_of_an_adapter_has_a_first_value(
     cfg = make_config(parts, dataset, tmp_path, *LORA, f"model.lora.use_dora={use_dora}")
     found = find_parts(cfg.model)
     model = build_llava(found, cfg.model, torch.float32)
-    sources = find_weights(model, found, cfg.model, None, cfg.seed)
+    sources = find_weights(model, found, cfg.model, seed=cfg.seed)
     names = {name for name, _ in model.named_parameters() if is_adapter(name)}
     assert names <= sources.keys()
     values = {name: sources[name].rows(0, sources[name].shape[0]) for name in names}
@@ -297,7 +298,7 @@ def test_a_projector_beside_an_adapter_is_read_unless_another_is_given(
     )
 
     def sources(kind: str, path: Path | None = None) -> dict[str, Any]:
-        return find_weights(model, found, replace(cfg, projector=kind), path, 0)
+        return find_weights(model, found, replace(cfg, projector=kind), path)
 
     def kinds(sources: dict[str, Any]) -> set[str]:
         return {"beside" if sources[n] is stored.get(n) else type(sources[n]).__name__ for n in projector}

@@ -210,7 +210,7 @@ def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int, change
     """Threads stand for ranks, which have unequal parts; the losses of single labels are collected."""
     hidden, weight, ids = drawn(torch.float32)
     whole = LossCollector()
-    loss = chunked_loss(hidden, weight, Labels(ids), chunk, whole, change=change) / 7
+    loss = chunked_loss(hidden, weight, Labels(ids), chunk, whole, logit_change=change) / 7
     loss.backward()
     barrier, given, each = threading.Barrier(size), [torch.zeros(0)] * size, -(-VOCABULARY // size)
 
@@ -260,7 +260,7 @@ def test_factors_and_caps_have_the_loss_and_the_gradients_of_fp64(
     logits = exact[0] @ exact[1].t() * change.factor
     logits = logits if change.cap is None else torch.tanh(logits / change.cap) * change.cap
     expected = functional.cross_entropy(logits, ids, reduction="sum")
-    found = function(hidden, weight, Labels(ids), change=change)
+    found = function(hidden, weight, Labels(ids), logit_change=change)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, exact), strict=True)
     for ours, theirs in pairs:
@@ -269,7 +269,7 @@ def test_factors_and_caps_have_the_loss_and_the_gradients_of_fp64(
 
 WEIGHTED = [whole_loss, *(partial(each, chunk_tokens=4) for each in (chunked_loss, recomputed_loss))]
 own = partial(own_loss, cfg=LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=LossKernel.auto))
-WEIGHTED.append(partial(own(partial(functional.cross_entropy, reduction="none")), change=UNCHANGED))
+WEIGHTED.append(partial(own(partial(functional.cross_entropy, reduction="none")), logit_change=UNCHANGED))
 
 
 @pytest.mark.parametrize("function", WEIGHTED)

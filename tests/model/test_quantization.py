@@ -14,7 +14,7 @@ from torch.nn import functional
 from llava_fsdp.config import Config, Part, QuantizeConfig, Quantizer
 from llava_fsdp.model.adapters.lora import linear_layers
 from llava_fsdp.model.llava.llava import build_llava
-from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.load_weights import find_weights, fingerprint, load_weights, weight_digests
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.quantization import (
     QuantizedLinear,
@@ -177,9 +177,9 @@ def test_values_and_fingerprint(parts: Path, dataset: Path, tmp_path: Path) -> N
         cfg = model_config(parts, dataset, tmp_path, *[f"model.quantize.{key}" for key in keys])
         found = find_parts(cfg.model)
         model = build_llava(found, cfg.model, torch.float32)
-        sources[str(keys)] = find_weights(model, found, cfg.model, None, cfg.seed)
-        prints[str(keys)] = fingerprint(model, frozen_digests(model, sources[str(keys)]))
-        other = frozen_digests(model, find_weights(model, found, cfg.model, None, cfg.seed + 1))
+        sources[str(keys)] = find_weights(model, found, cfg.model, seed=cfg.seed)
+        prints[str(keys)] = fingerprint(model, weight_digests(model, sources[str(keys)]))
+        other = weight_digests(model, find_weights(model, found, cfg.model, seed=cfg.seed + 1))
         assert fingerprint(model, other) != prints[str(keys)]
     assert len(set(prints.values())) == 1
     first, *others = sources.values()
@@ -192,7 +192,7 @@ def test_each_shard_is_rows_of_the_packed_whole(parts: Path, dataset: Path, tmp_
     cfg = model_config(parts, dataset, tmp_path)
     found = find_parts(cfg.model)
     model = build_llava(found, cfg.model, torch.float32)
-    sources = find_weights(model, found, cfg.model, None, cfg.seed)
+    sources = find_weights(model, found, cfg.model, seed=cfg.seed)
     packed = quantized_weights(model)
     model.to_empty(device="cpu")
     shards = local_shards(model, MasterWeights({}))

@@ -44,16 +44,16 @@ def test_the_costs_of_all_stages_are_those_of_the_model(model: Llava) -> None:
     plan = plan_stages(model, flops, COUNTS, 3)
     assert [list(part) for part in plan.blocks] == [[0], [1], [2]]
     blocks = flops.token * 100 + flops.pair * 9000
-    tower, loss = flops.tile * 2, flops.label * 30
+    tower, loss = flops.vision * 2, flops.label * 30
     assert plan.costs == pytest.approx((blocks / 3 + tower, blocks / 3, blocks / 3 + loss))
     assert sum(plan.costs) == pytest.approx(flops.of(*COUNTS))
     shared = plan_stages(model, flops, COUNTS, 3, tensor=2)
     assert shared.costs == pytest.approx((blocks / 3 + 2 * tower, blocks / 3, blocks / 3 + loss))
     alone = plan_stages(model, flops, COUNTS, 1)
     assert alone.blocks == (range(3),) and alone.costs == pytest.approx((flops.of(*COUNTS),))
-    heavy = Flops(token=1.0, pair=0.0, label=0.0, tile=1e6)
+    heavy = Flops(token=1.0, pair=0.0, label=0.0, vision=1e6)
     assert plan_stages(model, heavy, COUNTS, 2).blocks == (range(1), range(1, 3))
-    late = Flops(token=1.0, pair=0.0, label=1e6, tile=0.0)
+    late = Flops(token=1.0, pair=0.0, label=1e6, vision=0.0)
     assert plan_stages(model, late, COUNTS, 2).blocks == (range(2), range(2, 3))
 
 

@@ -181,7 +181,7 @@ def test_a_projector_of_another_type_is_told_as_one(stored: str, wanted: str, pa
         for kind in ("weight", "bias")
     }
     file = write(tmp_path / "mm_projector.bin", tensors)
-    found = lambda: find_weights(model, model.parts, cfg, file, 0)  # noqa: E731
+    found = lambda: find_weights(model, model.parts, cfg, file)  # noqa: E731
     if stored == wanted:
         assert {n for n, s in found().items() if not isinstance(s, Drawn)} == {
             n for n, _ in model.named_parameters() if n.startswith("multi_modal_projector.")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small import changed_parts, make_config
 
+from llava_fsdp.data.batching.batch import Segments
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.adapters.sample_dropout import SampleDropout
 from llava_fsdp.model.llava.llava import build_llava
@@ -27,7 +28,7 @@ def test_dropout_of_parts_is_that_of_the_whole(parts: Path, dataset: Path, tmp_p
         if index is not None:
             divide_dropout(model, plan, 2, index)
         edges = boundaries((5, 3))
-        segments = edges["position_ids"], edges["cu_seqlens"], (5, 3)
+        segments = Segments(**edges)
         model.token_keys.set(torch.arange(8)[None], torch.zeros(0, dtype=torch.int64), torch.Size((1, 8)), segments, 4)
         dropout = model.get_submodule("language_model.layers.1.self_attn.o_proj.lora_dropout.default")
         assert isinstance(dropout, SampleDropout)

@@ -100,7 +100,7 @@ def read(kind: str, place: str, folder: Path, parts: Path, dataset: Path, run: P
     cfg = make_config(parts, dataset, run, *KEYS, *keys).model
     found = find_parts(cfg)
     shapes = build_llava(found, cfg, torch.float32)
-    return load_copy(shapes, find_weights(shapes, found, cfg, None, 0), torch.float32)
+    return load_copy(shapes, find_weights(shapes, found, cfg), torch.float32)
 
 
 CASES = [

@@ -76,7 +76,7 @@ def build(name: str, *overrides: str, kernel: Kernel | None = None) -> Whole:
 
 def segments_of(lengths: tuple[int, ...]) -> Segments:
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return torch.cat([torch.arange(length) for length in lengths])[None], ends, lengths
+    return Segments(torch.cat([torch.arange(length) for length in lengths])[None], ends, lengths)
 
 
 def mask_of_row() -> BoundaryMask:

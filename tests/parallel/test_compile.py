@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Attention, Config
-from llava_fsdp.data.batching.batch import StepFacts
+from llava_fsdp.data.batching.batch import Segments, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.packed_attention.attention import Kernel
@@ -107,7 +107,7 @@ def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     compile.compile_blocks(find_blocks(model), count=count, one_row=True)
     for lengths in ((7,), (3, 4), (2, 5, 6), (1, 1, 1, 9), (8, 2), (31,)):
         held = boundaries(lengths)
-        segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
+        segments = Segments(**held)
         flat = torch.randn(sum(lengths), 32, requires_grad=True).clone()
         embeds = flat.view(1, sum(lengths), 32)
         model(inputs_embeds=embeds, **attention_arguments(embeds, segments, model.config._attn_implementation))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llava_fsdp.config import ParallelConfig
+from llava_fsdp.data.batching.batch import Segments
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
@@ -63,7 +64,7 @@ def test_the_mask_stays_that_of_the_whole_row() -> None:
     keys = TokenKeys(torch.arange(TOKENS)[None])
     hook = DivideInputs(ContextCut(3, 1, paired=False), keys)
     held = boundaries((5, 7))
-    segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
+    segments = Segments(**held)
     mask = BoundaryMask.of(torch.ones((1, TOKENS), dtype=torch.bool), segments)
     made = {"full": RowMask(mask.boundaries)}
     assert has_boundaries(mask) and has_boundaries(made)

@@ -69,11 +69,11 @@ def test_a_block_measures_what_it_keeps_beyond_its_arguments_and_its_result() ->
     for rows in (3, 11):
         hidden = torch.ones(rows, WIDTH, requires_grad=True)
         block(hidden, scale=torch.full((rows, WIDTH), 2.0)).sum().backward()
-    assert [tuple(shape) for shape, _, _ in block.runs] == [(3, WIDTH), (11, WIDTH)]
+    assert [tuple(run.shape) for run in block.runs] == [(3, WIDTH), (11, WIDTH)]
     inner = 2 * 5 * 4  # silu's input and its result, of each row
-    assert [nbytes for _, nbytes, _ in block.runs] == [3 * inner, 11 * inner]
+    assert [run.nbytes for run in block.runs] == [3 * inner, 11 * inner]
     found = block.measured()
-    assert (found.size, found.length, found.nbytes) == (11 * WIDTH, 11, inner / WIDTH) and found.seconds > 0
+    assert (found.num_elements, found.length, found.nbytes) == (11 * WIDTH, 11, inner / WIDTH) and found.seconds > 0
     assert block.measured() == Measured(0, 0, 0.0, 0.0), "measurements are read once"
 
 
@@ -93,7 +93,7 @@ def test_a_measured_pass_leaves_nothing_behind() -> None:
         block(torch.ones(rows, WIDTH, requires_grad=True)).sum().backward()
     gc.collect()
     assert len(outputs) == 6 and [found() for found in outputs] == [None] * 6
-    assert block.measured().size == 3 * WIDTH, "an empty input is not measured"
+    assert block.measured().num_elements == 3 * WIDTH, "an empty input is not measured"
 
 
 class Halves(torch.Tensor):
@@ -335,4 +335,4 @@ def test_compiled_blocks_are_measured_too(parts: Path, dataset: Path, tmp_path: 
     assert compiled[3].limits.keys() == plain[3].limits.keys() != set()
     assert compiled[0] == pytest.approx(none[0], rel=1e-5) and compiled[1] == pytest.approx(none[1], rel=1e-5)
     (of_compiled, *_), (of_plain, *_) = found
-    assert of_compiled.size == of_plain.size and 0 < of_compiled.nbytes < of_plain.nbytes
+    assert of_compiled.num_elements == of_plain.num_elements and 0 < of_compiled.nbytes < of_plain.nbytes

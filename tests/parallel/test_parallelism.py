@@ -32,13 +32,13 @@ def compare(world: World, configs: list[Config]) -> list[int | None]:
             number = number * size + place
         assert layout.copy_of_layers(world.rank) == (number, meshes.states.size())
         stages = meshes.pipeline
-        assert (stages is not None) == (cfg.parallel.pipeline > 1) == (own.line is not None)
+        assert (stages is not None) == (cfg.parallel.pipeline > 1) == (own.pipeline_group is not None)
         if stages is None:
             assert own.equal_ranks is None and own.place.index == 0
         else:
             assert (own.place.index, own.place.size) == (stages.get_local_rank("pipeline"), stages["pipeline"].size())
             assert own.equal_ranks == (stages.get_local_rank("stage"), stages["stage"].size())
-            assert own.line is not None and own.line.size() == cfg.parallel.pipeline
+            assert own.pipeline_group is not None and own.pipeline_group.size() == cfg.parallel.pipeline
         assert own.context_index == (meshes.context.get_local_rank("context") if meshes.context is not None else 0)
         assert own.layer_parts == own.ranks_per_loss == (meshes.tensor.size() if meshes.tensor is not None else 1)
         found.append(own.shards)
@@ -53,7 +53,13 @@ def test_places_of_a_rank_are_those_in_its_meshes(configure: Configure, pools: d
 
 def test_one_rank_has_no_meshes(configure: Configure) -> None:
     own = alone(configure())
-    assert (own.row_group, own.seed_rank, own.line, own.equal_ranks, own.shards) == ((0, 1), 0, None, None, None)
+    assert (own.row_group, own.seed_rank, own.pipeline_group, own.equal_ranks, own.shards) == (
+        (0, 1),
+        0,
+        None,
+        None,
+        None,
+    )
     assert not own.is_sharded and own.is_first
 
 

@@ -65,7 +65,7 @@ def test_the_output_layer_is_a_segment_also_if_it_is_frozen(train: str, make_met
     forward, backward = ([s for s in segments if s.block and s.backward is there] for there in (False, True))
     assert (forward[-1].block, backward[0].block) == (OUTPUT, OUTPUT)
     weight = meter.model.get_parameter("lm_head.weight")
-    assert backward[0].made == (2 * weight.numel() if weight.requires_grad else 0)
+    assert backward[0].gradient_bytes == (2 * weight.numel() if weight.requires_grad else 0)
     blocks = inputs_of_blocks(segments)
     assert blocks and OUTPUT not in blocks
 
@@ -88,7 +88,7 @@ def test_segments_between_two_micro_batches(make_meter: MakeMeter) -> None:
     for between, exact in zip(interpolated, middle, strict=True):
         assert between.end.total == pytest.approx(exact.end.total, rel=1e-3)
         # the larger of two lines lies below a line between its ends: what is interpolated is never too little
-        assert 0.999 * exact.worst.total <= between.worst.total <= 1.1 * exact.worst.total
+        assert 0.999 * exact.peak_with_fsdp.total <= between.peak_with_fsdp.total <= 1.1 * exact.peak_with_fsdp.total
 
 
 def test_inputs_of_every_stack_go_to_the_host(make_meter: MakeMeter) -> None:

@@ -154,12 +154,12 @@ def test_which_kinds_of_parallelism_were_chosen() -> None:
     shared = ParallelConfig(context=2)
     piped = ParallelConfig(context=2, tensor=4, pipeline=2, schedule=PipelineSchedule.interleaved)
     names = ["parallel.context=2", "parallel.tensor=4", "parallel.expert=1", "parallel.pipeline=2"]
-    assert auto.chosen_kinds(ParallelConfig(search=True), piped) == [*names, "parallel.schedule=interleaved"]
-    assert auto.chosen_kinds(ParallelConfig(search=True), replace(shared, tensor=4)) == [
+    assert auto.chosen_overrides(ParallelConfig(search=True), piped) == [*names, "parallel.schedule=interleaved"]
+    assert auto.chosen_overrides(ParallelConfig(search=True), replace(shared, tensor=4)) == [
         *names[:3], "parallel.pipeline=1",
     ]  # fmt: skip
-    assert auto.chosen_kinds(replace(piped, context="auto"), piped) == names[:1]
-    assert auto.chosen_kinds(piped, piped) == []
+    assert auto.chosen_overrides(replace(piped, context="auto"), piped) == names[:1]
+    assert auto.chosen_overrides(piped, piped) == []
 
 
 def test_every_chosen_value_is_printed(parts: Path, dataset: Path, tmp_path: Path) -> None:

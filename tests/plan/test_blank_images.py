@@ -43,13 +43,13 @@ def test_shipped_shapes_are_those_of_the_published_models(name: str) -> None:
     parameters, tokens = PUBLISHED[name]
     images = open_images(name)
     assert sum(p.numel() for p in images.model.parameters()) == parameters
-    assert images.work().tokens == tokens
+    assert images.vision_work().tokens == tokens
 
 
 def test_the_work_of_an_image_follows_from_its_size() -> None:
     images = open_images("Qwen/Qwen3-VL-2B-Instruct")
     # 16 x 16 pixels, twice because a still image is a short video: float32; and three int64 of its grid
-    work = images.work()
+    work = images.vision_work()
     assert work.nbytes == 40 * 30 * 16 * 16 * 3 * 2 * 4 + 24
     # each patch passes 24 blocks of 4 * width^2 + 2 * width * wide weights, attends to all patches, and is merged; the
     # backward pass has two products for each of the forward pass
@@ -57,4 +57,4 @@ def test_the_work_of_an_image_follows_from_its_size() -> None:
     blocks = 24 * patches * (2 * (4 * width**2 + 2 * width * wide) + 4 * patches * width)
     assert 1 < work.recomputed / blocks < 1.15
     assert 2.9 < work.flops / work.recomputed < 3.3
-    assert images.work((1280, 480)).tokens == 2 * work.tokens
+    assert images.vision_work((1280, 480)).tokens == 2 * work.tokens

@@ -74,7 +74,7 @@ def test_worst_moment_is_that_of_real_steps(
     for rank, (most, micros) in enumerate(pools[ranks].run(measure_step, cfg)):
         assert all(micro.context == context for micro in micros)
         planned = peak(cfg, ranks, "cpu", micros, rank)
-        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.peak_moment)
 
 
 def test_auto_tries_the_numbers_that_are_possible(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_masks_and_scores_grow_with_the_square(
 
     def activations(tokens: int) -> int:
         micro = MicroBatchSizes(1, tokens, 1, 0, 1, 0, context, context - 1)
-        return max(part.worst.activations for part in planner.segments(ActivationCheckpointing.full, micro))
+        return max(part.peak_with_fsdp.activations for part in planner.segments(ActivationCheckpointing.full, micro))
 
     one, two, four = (activations(tokens) for tokens in (1024, 2048, 4096))
     assert (four - two > 2.5 * (two - one)) == grows == planner.grows_with_square

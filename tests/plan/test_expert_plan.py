@@ -123,7 +123,7 @@ def test_the_worst_moment_is_that_of_real_steps(
     cfg = configure(strategy, expert, mode, wide_parts, dataset, tmp_path, "precision=fp32", experts=experts)
     for rank, (most, micros) in enumerate(pools[4].run(measure_equal_loads, cfg)):
         planned = peak(cfg, 4, "cpu", micros, rank)
-        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.peak_moment)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_worst_moment_is_that_of_real_steps(
     measured = pools[8].run(measure_equal_loads if is_mixture else measure_step, cfg, timeout=300)
     for rank, (most, micros) in enumerate(measured):
         planned = peak(cfg, 8, "cpu", micros, rank)
-        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.peak_moment)
 
 
 def dry_run(cfg: Config) -> tuple[dict[str, Any], PlanRow]:

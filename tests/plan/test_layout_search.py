@@ -24,10 +24,10 @@ from llava_fsdp.plan.search.auto import decide, ways_for
 from llava_fsdp.plan.search.layouts import (
     NEAR,
     Candidate,
+    LayoutChoices,
     Planned,
     Search,
     Searcher,
-    Ways,
     candidates,
     fastest,
     fastest_that_fits,
@@ -136,7 +136,7 @@ def test_a_pipeline_s_micro_batches_fit_however_fast_larger_ones_are(sign: int, 
         row=lambda choice, ranks, split, ends: SimpleNamespace(fits=max(split) <= 2, micro_batches=tuple(split)),
     )
     nothing: Any = None
-    found: Any = fastest_that_fits(Ways(planner, [], nothing, splits), nothing)
+    found: Any = fastest_that_fits(LayoutChoices(planner, [], nothing, splits), nothing)
     assert found.fits and found.micro_batches == expected
 
 
@@ -189,7 +189,7 @@ def imagined(
     )
     nothing: Any = None
     choice: Any = name
-    return Candidate(Ways(planner, [choice], nothing, splits), choice, bound)
+    return Candidate(LayoutChoices(planner, [choice], nothing, splits), choice, bound)
 
 
 def names_of(search: Search) -> list[Any]:

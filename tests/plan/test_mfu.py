@@ -39,23 +39,23 @@ def test_facts_are_the_sums_over_all_ranks(
         facts = steps[0].facts
         assert all(step.facts == facts for step in steps)
         samples = [loaders[0].steps.read_row(n)[0] for n in loaders[0].steps.sampler.samples(number)]
-        assert facts.pairs == sum(len(s.input_ids) ** 2 for s in samples) < facts.tokens**2
+        assert facts.token_pairs == sum(len(s.input_ids) ** 2 for s in samples) < facts.tokens**2
         micros = [micro for step in steps for micro in step.micro_batches]
         assert facts.tiles == sum(len(micro.images["tiles"]) for micro in micros) >= facts.images > 0
         assert facts.tokens == sum(len(s.input_ids) for s in samples)
         if cfg.packs:
             lengths = [length for micro in micros for length in micro.lengths]
-            assert facts.pairs == sum(length**2 for length in lengths)
+            assert facts.token_pairs == sum(length**2 for length in lengths)
         else:
             assert facts.tokens < sum(micro.input_ids.numel() for micro in micros), "nothing was padded"
         alone = loaders[0].steps.facts(0, loaders[0].steps.sampler.samples(number)[:1])
-        assert facts.without([]) == facts and 0 < alone.pairs < facts.pairs
+        assert facts.without([]) == facts and 0 < alone.token_pairs < facts.token_pairs
 
 
 def test_shares_of_the_peak() -> None:
     """Two ranks of 1000 FLOPs a second, half a second."""
     found = Utilization(Flops(2, 1, 4, 8), LlamaConfig(), Flops(1, 0, 0, 2), 2000.0, "").of(
-        StepFacts(0, tokens=10, pairs=50, label_tokens=5, tiles=3), 0.5
+        StepFacts(0, tokens=10, token_pairs=50, label_tokens=5, tiles=3), 0.5
     )
     assert found == {"flops": 114, "mfu": 0.114, "hfu": 0.13}
 

@@ -49,7 +49,7 @@ def test_worst_moment_is_that_of_real_steps(
     cfg = make_config(parts, dataset, tmp_path / "run", *words, *own, *size)
     for rank, (most, micros) in enumerate(pools[ranks].run(measure_step, cfg)):
         planned = peak(cfg, ranks, "cpu", micros, rank)
-        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.peak_moment)
 
 
 def moved_in_step(world: World, cfg: Config) -> tuple[dict[str, int], list[MicroBatchSizes]]:

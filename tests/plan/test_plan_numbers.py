@@ -75,8 +75,8 @@ from llava_fsdp.plan.time.step_time import (
 from llava_fsdp.plan.workload import (
     Samples,
     configured_split,
+    likely_most_tokens,
     micro_batch,
-    most_tokens,
     possible_splits,
     samples_of,
     samples_of_report,
@@ -104,7 +104,7 @@ def test_what_the_report_of_an_index_says_of_a_sample() -> None:
     found = samples_of_report(report, Path("report.json"), 50, ONE_TILE)
     assert (found.tokens, found.tiles, found.labels) == (20.0, 0.5, 6.0)
     assert found.spread == pytest.approx(((6 * 10**2 + 2 * 30**2) / 8) ** 0.5), "a bar ends at the longest sample"
-    assert most_tokens(SAMPLES, 4) == 400 + 3 * 10 * 2
+    assert likely_most_tokens(SAMPLES, 4) == 400 + 3 * 10 * 2
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_fsdp_allocates_for_a_unit() -> None:
     found = unit_of("a", weights, precision(), 3, False, False)
     assert (found.gathered, found.buffer) == (2 * 9 * (4 + 2),) * 2
     assert (found.reduce_input, found.reduce_output, found.shard_gradients) == (4 * 36, 4 * 12, 4 * 12)
-    assert (found.widened, found.narrow) == ((4 * 28,), (2 * 28,)) and found.cast == 2 * 12
+    assert (found.kept_gradients, found.backward_gradients) == ((4 * 28,), (2 * 28,)) and found.cast == 2 * 12
     through = unit_of("a", weights, precision(), 3, True, True)
     assert through.shard_gradients == 0 and through.cast == (4 + 2) * 12 + 2 * 6
     alone = unit_of("a", weights, precision(), 1, False, False)
@@ -263,30 +263,30 @@ def test_what_fsdp_allocates_for_experts_sharded_along_dimension_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("narrow", "reduce_input", "reduce_output", "most"),
+    ("gradients", "reduce_input", "reduce_output", "most"),
     [
         ((15, 5), 40, 11, 20 + 40 + 5), ((5, 15), 40, 11, 20 + 40 + 15),
         ((15, 5), 1, 0, 20 + 15), ((15, 5), 40, 100, 40 + 100 + 5),
     ],
 )  # fmt: skip
 def test_weights_sharded_along_dimension_1_are_copied(
-    narrow: tuple[int, ...], reduce_input: int, reduce_output: int, most: int
+    gradients: tuple[int, ...], reduce_input: int, reduce_output: int, most: int
 ) -> None:
     """All of a unit in an all-gather; one gradient after the other before a reduce-scatter, of which the last stays."""
-    sizes = {"narrow": narrow, "reduce_input": reduce_input, "reduce_output": reduce_output}
+    sizes = {"backward_gradients": gradients, "reduce_input": reduce_input, "reduce_output": reduce_output}
     own = replace(unit("a", 1, True), second_copy=7, is_copied=(True, True), shard_gradients=0, **sizes)
     rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
     rank.prefetch("a")
     rank.copy_out("a", "gather")
     assert rank.ledger.most == 20 + 20 + 7
     rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
-    rank.finish("a", 20, True, "reduce")
+    rank.finish_unit("a", 20, True, "reduce")
     assert rank.ledger.most == most and rank.ledger.held["reducing"] == reduce_input
-    waiting = replace(own, narrow=(0, 0), widened=narrow, is_copied=(False, True))
+    waiting = replace(own, backward_gradients=(0, 0), kept_gradients=gradients, is_copied=(False, True))
     rank = FsdpRank(Ledger(), {"a": waiting}, SHARD_PLANS[Strategy.SHARD_OPTIMIZER], {"a": "a"}, None)
-    rank.finish("a", 0, False, "wait")
-    rank.finish("a", 0, True, "reduce")
-    last = narrow[1]
+    rank.finish_unit("a", 0, False, "wait")
+    rank.finish_unit("a", 0, True, "reduce")
+    last = gradients[1]
     assert rank.ledger.most == max(20 + last, 20 + reduce_input + last, reduce_input + reduce_output + last)
 
 
@@ -295,7 +295,7 @@ def test_the_last_gradient_of_a_unit_stays_until_the_end_of_its_reduction(sharde
     """If more than one rank shards: without another rank FSDP has no loop over gradients whose variable holds it."""
     own = replace(unit("a", 1, sharded), reduce_input=1, reduce_output=100)
     rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
-    rank.finish("a", 20, True, "reduce")
+    rank.finish_unit("a", 20, True, "reduce")
     assert rank.ledger.most == 1 + 100 + kept and rank.ledger.held["reducing"] == 1
 
 
@@ -383,8 +383,9 @@ def fitting_row(limit: int, choice: Any, ranks: Any, split: list[MicroBatchSizes
 def unit(name: str, size: int, sharded: bool) -> Unit:
     return Unit(
         name, gathered=20 * size, buffer=20 * size * sharded, cast=10 * size, reduce_input=40 * size,
-        reduce_output=11 * size, waiting_output=10 * size, shard_gradients=12 * size, widened=(30 * size, 10 * size),
-        narrow=(15 * size, 5 * size), second_copy=0, is_copied=(False, False),
+        reduce_output=11 * size, waiting_output=10 * size, shard_gradients=12 * size,
+        kept_gradients=(30 * size, 10 * size), backward_gradients=(15 * size, 5 * size),
+        second_copy=0, is_copied=(False, False),
     )  # fmt: skip
 
 
@@ -452,15 +453,15 @@ def test_the_output_layer_is_gathered_last_and_reduced_first(strategy: Strategy)
     forward, backward = segments[:6], segments[6:]
     forward[-1] = replace(forward[-1], block=OUTPUT)
     backward[0] = replace(backward[0], block=OUTPUT)
-    backward[-1] = replace(backward[-1], made=0)
+    backward[-1] = replace(backward[-1], gradient_bytes=0)
     waits = strategy is Strategy.SHARD_OPTIMIZER
     rank.run_forward(forward[:5])
     assert OUTPUT not in rank.gathered
     rank.run_forward(forward[5:])
     assert OUTPUT in rank.gathered
     made: list[int] = []
-    finish = rank.finish
-    rank.finish = lambda name, size, *more: made.append(size) if name == "" else finish(name, size, *more)  # type: ignore[method-assign]
+    finish = rank.finish_unit
+    rank.finish_unit = lambda name, size, *more: made.append(size) if name == "" else finish(name, size, *more)  # type: ignore[method-assign]
     for number, is_last in enumerate((False, True)):
         rank.run_backward(backward, is_last)
         assert (OUTPUT in rank.gathered) == (waits and not is_last)

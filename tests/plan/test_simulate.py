@@ -44,7 +44,7 @@ def measured(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> list[tuple[
 def check(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> None:
     for rank, (most, micros) in enumerate(measured(cfg, ranks, pools)):
         planned = peak(cfg, ranks, "cpu", micros, rank)
-        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.peak_moment)
 
 
 FAST = [(CASES[n], "finetune") for n in (5,)]
@@ -100,7 +100,7 @@ def test_a_packed_base_saves_what_is_planned(
         results.append([(most, peak(cfg, ranks, "cpu", micros, r)) for r, (most, micros) in enumerate(steps)])
     for (quantized, planned), (full, planned_full) in zip(*results, strict=True):
         saved = planned_full.bytes["total"] - planned.bytes["total"]
-        assert saved > 0 and full - quantized == pytest.approx(saved, abs=SCALARS), planned.moment
+        assert saved > 0 and full - quantized == pytest.approx(saved, abs=SCALARS), planned.peak_moment
 
 
 @pytest.mark.slow
@@ -142,6 +142,6 @@ def test_worst_moment_is_no_sum_of_worst_moments(wide_parts: Path, dataset: Path
     """Logits are gone when the first block's backward runs; gradients of shards come after it."""
     case = 4, "zero3", "bf16", "full", "tokens_per_micro_batch=2048"
     row = peak(configure(wide_parts, dataset, tmp_path, case), 4, "cpu")
-    assert row.moment.startswith("backward of language_model.layers.")
+    assert row.peak_moment.startswith("backward of language_model.layers.")
     assert row.bytes["logits"] == 0 and row.bytes["gradients"] < row.at_rest["gradients"]
     assert row.bytes["total"] == sum(size for name, size in row.bytes.items() if name != "total")

@@ -74,7 +74,7 @@ def test_worst_moment_is_that_of_real_steps(
     steps = [measure_step(single_world(), cfg)] if ranks == 1 else pools[ranks].run(measure_step, cfg)[:2]
     for rank, (most, micros) in enumerate(steps):
         planned = peak(cfg, ranks, "cpu", micros, rank)
-        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.peak_moment)
         assert any(micro.image_tokens != micro.tiles * SIDE**2 for micro in micros)
 
 

@@ -64,7 +64,7 @@ def open_planner(name: str, folder: Path, depth: int, *words: str) -> Planner:
 def micro_batch_of(planner: Planner, rows: int) -> MicroBatchSizes:
     """Five images in four samples of a packed row, or in padded rows."""
     assert planner.images is not None
-    tokens = 5 * planner.images.work().tokens
+    tokens = 5 * planner.images.vision_work().tokens
     length = tokens + 45 if rows == 1 else tokens // 2 + 45
     return MicroBatchSizes(rows, length, samples=4, tiles=tokens, labels=30, image_tokens=tokens)
 
@@ -130,9 +130,9 @@ def test_flops_of_a_vision_part_are_those_of_what_trains(tmp_path: Path) -> None
     for train in ("language", "projector,language", ALL):
         planner = open_planner("gemma3", tmp_path, 3, f"model.train=[{train}]", "pack=true")
         assert planner.images is not None
-        work = planner.images.work()
-        assert planner.flops.tile == work.flops / work.tokens
-        assert planner.recomputing_flops.tile == (work.flops + work.recomputed) / work.tokens
+        work = planner.images.vision_work()
+        assert planner.flops.vision == work.flops / work.tokens
+        assert planner.recomputing_flops.vision == (work.flops + work.recomputed) / work.tokens
         trained[train] = work
     frozen, projector, whole = trained.values()
     assert frozen.flops < projector.flops < whole.flops < 3 * frozen.flops
@@ -142,11 +142,11 @@ def test_flops_of_a_vision_part_are_those_of_what_trains(tmp_path: Path) -> None
 def test_images_have_about_as_many_tokens_as_the_data(tmp_path: Path) -> None:
     planner = open_planner("qwen2_5_vl", tmp_path, 3, "model.train=[language]", "pack=true")
     assert planner.images is not None
-    photo = planner.images.work().tokens
+    photo = planner.images.vision_work().tokens
     assert planner.images.images_of(0) == (0, planner.images.photo)
     for tokens in (photo, 7 * photo + photo // 2):
         count, size = planner.images.images_of(tokens)
-        assert count * planner.images.work(size).tokens == pytest.approx(tokens, rel=0.25)
+        assert count * planner.images.vision_work(size).tokens == pytest.approx(tokens, rel=0.25)
 
 
 def test_features_that_several_blocks_get_are_counted_once() -> None:

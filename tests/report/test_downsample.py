@@ -42,7 +42,7 @@ def test_a_long_curve_is_bounded_and_loses_no_spike(steps: int) -> None:
     assert 500 <= len(points) <= 1000 and max(p.most for p in points) == 100.0
     assert points[0].step < curve.width + 1 and steps - curve.width <= points[-1].step <= steps
     assert [p.step for p in points] == sorted(p.step for p in points)
-    assert sum(values[0] for values in curve.stretches.values()) == steps
+    assert sum(stretch.count for stretch in curve.stretches.values()) == steps
     assert len(curve.points(100)) <= 100 and max(p.most for p in curve.points(100)) == 100.0
 
 
@@ -73,7 +73,7 @@ def test_a_history_adds_up() -> None:
     for one in rows:
         history.add(one)
     losses = [one["loss"] for one in rows if one["loss"] is not None]
-    assert history.step == history.steps == 1000 and history.sums["tokens"] == 90_000 * 1000
+    assert history.last_step == history.num_rows == 1000 and history.sums["tokens"] == 90_000 * 1000
     assert history.skipped == [997] and history.skipped_steps == 1
     assert history.loss is not None and history.loss == pytest.approx(sum(losses[-20:]) / 20, rel=1e-12)
     assert history.lowest_loss is not None and history.lowest_loss[0] <= history.loss
@@ -90,7 +90,7 @@ def test_lowest_loss_is_that_of_a_whole_window() -> None:
     assert seen == [
         (1.0, (1.0, 11)), (3.0, (3.0, 12)), (2.0, (2.0, 13)), (2.0, (2.0, 13)), (2.0, (2.0, 13)), (3.0, (2.0, 13)),
     ]  # fmt: skip
-    assert (history.skipped, history.skipped_steps, history.steps) == ([14], 1, 6)
+    assert (history.skipped, history.skipped_steps, history.num_rows) == ([14], 1, 6)
     assert RunHistory().lowest_loss is None and RunHistory().loss is None
 
 

@@ -43,7 +43,7 @@ def test_a_line_that_is_too_long_is_counted_and_the_next_ones_are_read(
         file.write("\n".join(texts) + "\n")
     monkeypatch.setattr(run_reader, "LONGEST_LINE", longest)
     found = read_run(run)
-    assert (found.history.step, found.history.steps, found.unread) == (6, 5, {"metrics.jsonl": 2})
+    assert (found.history.last_step, found.history.num_rows, found.unread) == (6, 5, {"metrics.jsonl": 2})
 
 
 def test_a_run(tmp_path: Path) -> None:
@@ -195,7 +195,12 @@ def test_jobs_of_a_sweep_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> No
         job_file(imagine(tmp_path / "small" / str(number), 60, seed=number), number, f"seed={number}")
     (tmp_path / "small" / "1" / "metrics.jsonl").write_text("nonsense\n")
     good, damaged = runs_in(tmp_path)
-    assert (good.name, good.history.step, damaged.name, damaged.history.step) == ("0: seed=0", 60, "1: seed=1", 0)
+    assert (good.name, good.history.last_step, damaged.name, damaged.history.last_step) == (
+        "0: seed=0",
+        60,
+        "1: seed=1",
+        0,
+    )
     assert "none is a step" in damaged.status["reason"]
     assert "2 runs" in texts(report.write([str(tmp_path), f"out={tmp_path / 'c.html'}"]).read_text())
 

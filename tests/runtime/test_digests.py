@@ -8,7 +8,7 @@ from xxhash import xxh3_128
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.runtime.errors import DamagedModel
 from llava_fsdp.runtime.files import digests
-from llava_fsdp.runtime.files.digests import Digest, digest_of, digest_of_file, share
+from llava_fsdp.runtime.files.digests import Digest, digest_of, digest_of_file, files_of_rank
 from llava_fsdp.runtime.files.provenance import (
     files_of,
     is_older,
@@ -22,9 +22,9 @@ from llava_fsdp.runtime.files.provenance import (
 def test_every_file_is_digested_once_and_bytes_are_even() -> None:
     """The largest first, each to the rank with the fewest bytes; of equal ones the first by name."""
     files = {name: Digest(size, "") for name, size in {"e": 5, "a": 9, "d": 5, "b": 7, "c": 5, "f": 1}.items()}
-    assert [share(files, rank, 3) for rank in range(3)] == [["a", "f"], ["b", "e"], ["c", "d"]]
-    assert share(files, 0, 1) == ["a", "b", "c", "d", "e", "f"]
-    assert [share(files, rank, 8) for rank in (6, 7)] == [[], []]
+    assert [files_of_rank(files, rank, 3) for rank in range(3)] == [["a", "f"], ["b", "e"], ["c", "d"]]
+    assert files_of_rank(files, 0, 1) == ["a", "b", "c", "d", "e", "f"]
+    assert [files_of_rank(files, rank, 8) for rank in (6, 7)] == [[], []]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])

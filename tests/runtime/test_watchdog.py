@@ -270,7 +270,7 @@ def test_frozen_ranks_of_this_machine_are_killed(make: Make, tmp_path: Path, mon
     now = os.stat(tmp_path / FOLDER / "rank-1.json").st_mtime
     monkeypatch.setattr("llava_fsdp.runtime.files.heartbeat.time.time", lambda: now + FROZEN + 1)
     os.utime(tmp_path / FOLDER / "rank-2.json", (now + 2, now + 2))
-    own.kill_frozen()
+    own.kill_silent_peers()
     assert killed == [(21, signal.SIGKILL)], "rank 2 is just in time, and rank 3 has not begun"
 
 
@@ -420,7 +420,7 @@ def test_frozen_ranks_are_killed_before_a_process_ends(
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0)
     monkeypatch.setattr(module, "write_ending", lambda *_: None)
     monkeypatch.setattr(module, "first_failure", lambda _: {"class": "bug", "exit_code": 1, "rank": 1})
-    monkeypatch.setattr(own, "kill_frozen", lambda: done.append("killed"))
+    monkeypatch.setattr(own, "kill_silent_peers", lambda: done.append("killed"))
     monkeypatch.setattr(own, "exit", done.append)
     if is_own:
         Watchdog.end(own, Outcome(ENDINGS["data"], "a record"))

@@ -23,7 +23,7 @@ from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.plan.search.auto import settle_packing
 from llava_fsdp.runtime.errors import LlavaFsdpError
-from llava_fsdp.train.setup.preflight import check_prompts, check_run, find_sources, open_model, with_template
+from llava_fsdp.train.setup.preflight import check_parts_and_export, check_run, find_sources, open_model, with_template
 
 CLOSE = 1e-5
 LENGTHS = (13, 22)
@@ -114,7 +114,7 @@ def loaded(cfg: Config) -> Llava:
     check_run(cfg)  # what `preflight` does, which does not return the model
     cfg, _ = settle_packing(cfg, find_parts(cfg.model))
     model, projector = open_model(cfg, CPU)
-    check_prompts(with_template(cfg, model.parts), model)
+    check_parts_and_export(with_template(cfg, model.parts), model)
     sources, buffers = find_sources(cfg, model, projector), computed_buffers(model)
     materialize(model, lambda own: own.to_empty(device="cpu"))
     load_weights(sources, local_shards(model, MasterWeights({})))

@@ -20,7 +20,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_fsdp.export.gguf.vocabulary import RULES, built
+from llava_fsdp.export.gguf.vocabulary import RULES, pre_tokenizer_of_rule_step
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
@@ -52,7 +52,7 @@ def write_byte_tokenizer(folder: Path, rule: str) -> int:
     """A tokenizer with one of the splitting rules; returns its number of tokens."""
     steps = next(steps for steps, name in RULES.items() if name == rule)
     made = FastTokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
-    made.pre_tokenizer = pre_tokenizers.Sequence([built(kind, value) for kind, value in steps])
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizer_of_rule_step(kind, value) for kind, value in steps])
     made.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(

@@ -75,8 +75,8 @@ def describe(micro: Any, rank: int = 0, image_id: int | None = None) -> MicroBat
     """The sizes of a micro-batch. `image_id`: the token of images, if the model is a whole one of transformers."""
     segments = micro.segments
     rows, length = micro.input_ids.shape
-    samples = rows if segments is None else len(segments[2])
-    context = 1 if segments is None else sum(segments[2]) // (rows * length)
+    samples = rows if segments is None else len(segments.lengths)
+    context = 1 if segments is None else sum(segments.lengths) // (rows * length)
     if image_id is None:
         tiles, tokens = len(micro.images["tiles"]), len(micro.images["positions"])
     else:

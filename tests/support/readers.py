@@ -149,7 +149,7 @@ def read_records(path: Path) -> None:
     records = Records(open_index(plan, watch_silently, False), cfg.labels, cfg.data.too_long)
     for number in range(len(records)):
         _ = records[number]
-    list(records.index.rows())
+    list(records.index.problems())
 
 
 def write_picture(folder: Path, suffix: str) -> Path:

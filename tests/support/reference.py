@@ -319,7 +319,7 @@ def first_values(cfg: Config) -> dict[str, torch.Tensor]:
     """What trains, as it begins."""
     found = find_parts(cfg.model)
     model = build_llava(found, cfg.model, torch.float32)
-    sources = find_weights(model, found, cfg.model, None, cfg.seed)
+    sources = find_weights(model, found, cfg.model, seed=cfg.seed)
     return {n: sources[n].rows(0, sources[n].shape[0]) for n, p in model.named_parameters() if p.requires_grad}
 
 

@@ -134,9 +134,15 @@ class SearchedEncoder(ExactEncoder):
         asked = writer.asked(record.turns, record.tools, media_of(record.images))
         first, *rest = asked.write(asked.messages).split(ASSISTANT, 1)
         before, behind = first.split(PICTURE)
-        segments = [Segment(before, False), Segment(IMAGE_TAG, False, image=0), Segment(behind + ASSISTANT, False)]
+        segments = [
+            Segment(before, supervised=False),
+            Segment(IMAGE_TAG, supervised=False, image=0),
+            Segment(behind + ASSISTANT, supervised=False),
+        ]
         for text, is_learnt in self.divide(rest[0]):
-            segments += [Segment("", True, begins_answer=True)] * is_learnt + [Segment(text, is_learnt)]
+            segments += [Segment("", supervised=True, begins_answer=True)] * is_learnt + [
+                Segment(text, supervised=is_learnt)
+            ]
         return [self.encode(segments, record, len(record.images))]
 
     @staticmethod

@@ -242,11 +242,11 @@ def test_a_job_that_took_no_step_has_no_results_of_an_earlier_run(tmp_path: Path
         return job
 
     start("done")
-    assert runs_in(tmp_path)[0].history.step == 60 and "<figcaption>Loss" in (tmp_path / "report.html").read_text()
+    assert runs_in(tmp_path)[0].history.last_step == 60 and "<figcaption>Loss" in (tmp_path / "report.html").read_text()
     job = start("checkpoint")
     assert (job.exit_code, job.reason, job.numbers) == (ExitCode.CHECKPOINT, "another recipe's", Results())
     (run,) = runs_in(tmp_path)
-    assert (run.state, run.reason, run.config, run.history.step) == ("failed", "another recipe's", {}, 0)
+    assert (run.state, run.reason, run.config, run.history.last_step) == ("failed", "another recipe's", {}, 0)
     assert "<figure" not in (tmp_path / "report.html").read_text()
 
 

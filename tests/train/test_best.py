@@ -47,14 +47,14 @@ def test_the_best_of_some_validations(
 ) -> None:
     rows = [{"step": 2 * n, by.value: value} for n, value in enumerate(values, start=1)]
     found = best_validation(rows, by, range(99))
-    assert (found.step, None if math.isnan(found.value) else found.value, found.since) == expected
+    assert (found.step, None if math.isnan(found.value) else found.value, found.validations_since) == expected
 
 
 def test_only_validations_count_that_can_be_compared_and_exported() -> None:
     """Those of other records, and those whose checkpoint is gone, do not."""
     rows = [{"step": n, "loss": float(n), MEASURED: "a" if n > 1 else "b"} for n in range(1, 6)]
     assert best_validation(rows, BestBy.loss, range(99)).step == 2
-    assert best_validation(rows, BestBy.loss, [1, 4, 5]) == BestValidation(4, 4.0, 1)
+    assert best_validation(rows, BestBy.loss, [1, 4, 5]) == BestValidation(step=4, value=4.0, validations_since=1)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_training_ends_early_at_the_same_step_after_a_stop_and_on_other_ranks(
     train.train(cfg("whole"))
     whole = rows_of(tmp_path / "whole")
     best = best_of(tmp_path / "whole")
-    assert best.step is not None and best.since == 2 and whole[-1]["step"] == best.step + 4 < 16
+    assert best.step is not None and best.validations_since == 2 and whole[-1]["step"] == best.step + 4 < 16
     assert checkpoints(tmp_path / "whole")[-1] == f"step-{whole[-1]['step']:06}", "it is saved although it is not due"
     train.train(cfg("parts", f"max_steps={best.step}", "export.enabled=false"))
     pools[2].run(run_ranks, cfg("parts"))

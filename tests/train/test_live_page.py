@@ -37,7 +37,7 @@ def test_every_training_leaves_a_page(configure: Configure, tmp_path: Path) -> N
         run.reports.end()
         assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == starts
     run = read_run(tmp_path / "run")
-    assert run.history.steps == 4 and list(run.history.sources) == ["mixed"]
+    assert run.history.num_rows == 4 and list(run.history.sources) == ["mixed"]
     assert ["max_steps", "null", "4"] in run.about["recipe"] and run.about["trains"][1][1] > 0
     assert {"torch", "transformers", "python"} <= run.about["versions"].keys()
     page = (tmp_path / "run" / "report.html").read_text()

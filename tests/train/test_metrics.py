@@ -33,7 +33,7 @@ from llava_fsdp.train.state import StepResult
 def test_a_row_has_every_number_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "peak_memory", lambda: 77)
     facts = StepFacts(
-        6, samples=5, tokens=300, pairs=2, label_tokens=90, images=4, tiles=9, truncated=3, labels_cut=1,
+        6, samples=5, tokens=300, token_pairs=2, label_tokens=90, images=4, tiles=9, truncated=3, labels_cut=1,
         unlabelled=["a", "b"], source_labels={"x": 80, "y": 10, "z": 0},
     )  # fmt: skip
     losses = {"x": 1.5, "y": float("nan"), "z": None}
@@ -312,7 +312,7 @@ def test_steps_that_train_little_are_told(caplog: pytest.LogCaptureFixture) -> N
 
 
 def result_of(step: int, loss: float = 1.0, **values: Any) -> StepResult:
-    facts = StepFacts(step, samples=4, tokens=9, pairs=2, label_tokens=5, images=1, tiles=1)
+    facts = StepFacts(step, samples=4, tokens=9, token_pairs=2, label_tokens=5, images=1, tiles=1)
     return StepResult(facts, loss, 0.1, 1.5, 1.0, **values)
 
 

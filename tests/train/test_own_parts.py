@@ -37,7 +37,7 @@ def test_a_loss_of_a_program_has_the_value_and_gradients_of_ours(labels: int, ca
     for function in (loss, whole_loss):
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         collector = LossCollector()
-        total = function(*inputs, Labels(ids), collector=collector, change=change)
+        total = function(*inputs, Labels(ids), collector=collector, logit_change=change)
         (total * 3).backward()
         kept = torch.cat(collector.chunks) if collector.chunks else torch.zeros(0)
         found.append((total.detach(), kept, *(own.grad for own in inputs)))
@@ -49,7 +49,9 @@ def test_a_loss_of_another_shape_is_refused() -> None:
     settings: Any = LossConfig(kernel=LossKernel.auto, chunk_tokens=4, normalize="step")  # type: ignore[arg-type]
     loss = own_loss(lambda logits, labels: cross_entropy(logits, labels).mean(), settings)
     with pytest.raises(ConfigError, match=r"loss <lambda> has returned \[\]; it must return a tensor \[3\]"):
-        loss(torch.randn(3, 6), torch.randn(11, 6), Labels(torch.zeros(3, dtype=torch.int64)), change=LogitChange())
+        loss(
+            torch.randn(3, 6), torch.randn(11, 6), Labels(torch.zeros(3, dtype=torch.int64)), logit_change=LogitChange()
+        )
 
 
 @pytest.mark.slow

@@ -312,11 +312,14 @@ def test_a_shared_prompt_is_in_a_row_once(parts: Path, dataset: Path, pairs: Pat
     for number in range(22):
         (whole, _), (shared, _) = plain.read_row(number), once.read_row(number)
         (chosen, rejected), (first, second) = whole.parts, shared.parts
-        assert rejected.input_ids[: shared.shared].tolist() == chosen.input_ids[: shared.shared].tolist()
+        assert (
+            rejected.input_ids[: shared.shared_prompt_tokens].tolist()
+            == chosen.input_ids[: shared.shared_prompt_tokens].tolist()
+        )
         assert first.input_ids.tolist() == chosen.input_ids.tolist()
-        assert second.input_ids.tolist() == rejected.input_ids[shared.shared :].tolist()
+        assert second.input_ids.tolist() == rejected.input_ids[shared.shared_prompt_tokens :].tolist()
         assert second.labels[0] == IGNORE and (second.labels[1:] != IGNORE).all() and not second.images
-        assert shared.length == whole.length - shared.shared == once.records.lengths[number]
+        assert shared.length == whole.length - shared.shared_prompt_tokens == once.records.lengths[number]
         assert shared.num_labels == whole.num_labels
         kinds = np.arange(len(rejected.input_ids), dtype=np.int8)
         assert replace(rejected, kinds=kinds).without_beginning(3).kinds.tolist() == kinds[3:].tolist()

@@ -43,10 +43,10 @@ Make = Callable[..., RunController]
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def made(step: int = 0, every: int | None = 3, last: int = 9, exports: bool = True) -> RunController:
-        def records_of(step: int, ranks: list[int]) -> list[str]:
+        def record_names_of_ranks(step: int, ranks: list[int]) -> list[str]:
             return [f"record {step}.{rank}" for rank in ranks or range(10)]
 
-        loader = SimpleNamespace(steps=SimpleNamespace(records_of=records_of))
+        loader = SimpleNamespace(steps=SimpleNamespace(record_names_of_ranks=record_names_of_ranks))
         state: Any = SimpleNamespace(step=step, consecutive=0, loader=loader, routers=None)
         cfg: Any = SimpleNamespace(
             output_dir=str(tmp_path), checkpoint=SimpleNamespace(every=every), export=SimpleNamespace(enabled=exports),

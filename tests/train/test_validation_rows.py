@@ -105,7 +105,7 @@ def test_questions_and_answers_have_half_of_the_tokens_of_a_training_row(
     questions = [SimpleNamespace(sample=SimpleNamespace(input_ids=[0] * length)) for length in (5, 30, 7)]
     val = SimpleNamespace(batch_size=batch, max_new_tokens=10)
     cfg = SimpleNamespace(val=val, rank_tokens=tokens)
-    generator: Any = SimpleNamespace(questions=questions, cfg=cfg, alone=alone)
+    generator: Any = SimpleNamespace(questions=questions, cfg=cfg, answers_one_by_one=alone)
     rows: Any = AnswerGenerator.rows
     assert rows.fget(generator) == expected
 

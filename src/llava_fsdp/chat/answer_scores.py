@@ -30,7 +30,7 @@ def score_answers(
     pairs: Sequence[Row],
     reader: ImageSource,
     to_device: Callable[[MicroBatch], MicroBatch],
-    alone: bool,
+    one_by_one: bool,
 ) -> list[AnswerScore]:
     """Return, for each answer of preference pairs, the sum of the log-probabilities of its tokens and their number.
     Each pair gives two scores, that of the chosen answer first.
@@ -43,7 +43,7 @@ def score_answers(
     """
     rows = [(part, images) for sample, images in pairs for part in sample.answers]
     collate = Collator(reader, Normalize.step, pack=False)
-    most_labels = 1 if alone else LOGIT_BYTES // (4 * model.language_config.vocab_size)
+    most_labels = 1 if one_by_one else LOGIT_BYTES // (4 * model.language_config.vocab_size)
     found: list[AnswerScore] = []
     for batch in batches(rows, most_labels):
         # `facts` describe a training step; this batch is the only micro-batch of step 0
@@ -52,7 +52,7 @@ def score_answers(
         logits = model(**micro.inputs, return_logits=True)  # [labels, vocabulary]
         of_labels = logits.float().log_softmax(-1).gather(1, micro.label_ids[:, None])[:, 0]
         counts = [sample.num_labels for sample, _ in batch]
-        sums = [own.double().sum().item() for own in of_labels.split(counts)]
+        sums = [of_answer.double().sum().item() for of_answer in of_labels.split(counts)]
         found += [AnswerScore(total, count) for total, count in zip(sums, counts, strict=True)]
     return found
 

@@ -124,7 +124,7 @@ class Assistant:
         self.text: AnswerText | None = None
 
     @cached_property
-    def alone(self) -> bool:
+    def answers_one_by_one(self) -> bool:
         """Whether each question is answered in a batch of its own, because padding would change its answer."""
         return answers_alone(self.model.parts)
 
@@ -134,7 +134,7 @@ class Assistant:
         the answers. With `blank`, all images are replaced by images of the mean color. Afterwards `thoughts_cut` says
         for each answer whether it ended within a thought. Raise DataError if an image cannot be read, or a question is
         longer than the model can read."""
-        if len(questions) > 1 and self.alone:
+        if len(questions) > 1 and self.answers_one_by_one:
             return one_by_one(self, questions, max_new_tokens, blank)
         prompts: list[np.ndarray] = []
         all_images: list[LoadedImage] = []
@@ -225,7 +225,7 @@ class Assistant:
             images = with_normalized_tiles(micro.images, self._table)
             return replace(micro, images=images | ({"tiles": torch.zeros_like(images["tiles"])} if blank else {}))
 
-        return score_answers(self.model, rows, self.reader, to_device, self.alone)
+        return score_answers(self.model, rows, self.reader, to_device, self.answers_one_by_one)
 
     def encode_pair(self, record: Record, files: Sequence[ImageFile]) -> tuple[Sample, list[np.ndarray]]:
         """Tokenize a preference pair, a record with a chosen and a rejected answer and the images `files`, as training
@@ -335,7 +335,9 @@ class Assistant:
 
     def new_text(self) -> AnswerText:
         """Return an empty answer, to which the tokens that the model generates are added."""
-        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin, self.template.thought)
+        return AnswerText(
+            self.tokenizer, self.template.stop, self.stops, self.template.text_before_answer, self.template.thought
+        )
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:

@@ -105,7 +105,7 @@ class ClassAssistant:
         )
 
     @cached_property
-    def alone(self) -> bool:
+    def answers_one_by_one(self) -> bool:
         """Whether each question is answered in a batch of its own, because padding would change its answer."""
         return answers_alone(self.model.parts)
 
@@ -118,7 +118,7 @@ class ClassAssistant:
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
-        if len(questions) > 1 and self.alone:
+        if len(questions) > 1 and self.answers_one_by_one:
             return one_by_one(self, questions, max_new_tokens, blank)
         rows = []
         for question in questions:
@@ -200,7 +200,7 @@ class ClassAssistant:
     @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[Record, list[ImageFile]]], blank: bool = False) -> list[AnswerScore]:
         """Return the log-probabilities of the chosen and the rejected answer of each preference pair, in this order.
-        One answer is computed at a time if padding would change its score (`self.alone`).
+        One answer is computed at a time if padding would change its score (`self.answers_one_by_one`).
 
         Args:
             pairs: for each pair its record, which has a chosen and a rejected answer, and the files of its images.
@@ -212,7 +212,11 @@ class ClassAssistant:
         rows = [self.encode_pair(record, files, blank) for record, files in pairs]
         reader = replace(self.reader, positions=self.model.positions)
         return score_answers(
-            self.model, rows, reader, lambda micro: micro.map(lambda values: values.to(self.device)), self.alone
+            self.model,
+            rows,
+            reader,
+            lambda micro: micro.map(lambda values: values.to(self.device)),
+            self.answers_one_by_one,
         )
 
     def encode_pair(self, record: Record, files: Sequence[ImageFile], blank: bool) -> Row:
@@ -254,7 +258,7 @@ class ClassAssistant:
         cannot be read, or is a video and the model takes no videos."""
         apart = self.image_process
         if isinstance(path, Path) and is_video(path):
-            self.reader.chosen(where)  # raises ImageError if the model takes no videos
+            self.reader.frame_rule_or_raise(where)  # raises ImageError if the model takes no videos
             if apart is None:
                 clip = self.reader.clip(path, where)
                 return RgbImage(path, self.reader.load(path, where), clip)
@@ -294,7 +298,9 @@ class ClassAssistant:
 
     def new_text(self) -> AnswerText:
         """Return an empty answer, to which the tokens that the model generates are added."""
-        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin, self.template.thought)
+        return AnswerText(
+            self.tokenizer, self.template.stop, self.stops, self.template.text_before_answer, self.template.thought
+        )
 
 
 def shape_of(image: RgbImage) -> Shape:

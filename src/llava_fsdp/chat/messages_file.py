@@ -38,7 +38,7 @@ def read_messages_file(path: Path) -> Question:
     check_turns(replace(record, turns=(*record.turns, Turn("gpt", ""))))
     inline = inline_images(record)
     files = [inline.get(name) or path.parent / name for name in record.images]
-    missing = next((own for own in files if isinstance(own, Path) and not own.is_file()), None)
+    missing = next((file for file in files if isinstance(file, Path) and not file.is_file()), None)
     if missing is not None:  # now, and not once the model is loaded
         raise DataError(f"{record.where}: image {missing} does not exist", Kind.image_missing)
     return Question(list(asked_turns(record)), files, record.where, record.tools)

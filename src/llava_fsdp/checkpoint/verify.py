@@ -25,7 +25,7 @@ from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header
 from llava_fsdp.checkpoint.state_json import parse_facts
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of, share
+from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of, files_of_rank
 from llava_fsdp.runtime.files.run_dir import list_checkpoints, step_of
 from llava_fsdp.runtime.text.log import log
 
@@ -54,7 +54,7 @@ def verify_together(folder: Path) -> Checkpoint:
     damaged, all ranks raise the same CheckpointError."""
     rank, size = rank_and_size()
     checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
-    names = share(checkpoint.manifest.files, rank, size)
+    names = files_of_rank(checkpoint.manifest.files, rank, size)
     on_all_ranks(name_in_errors(folder)(lambda: check_digests(checkpoint, names)), f"{folder} cannot be verified")
     return checkpoint
 

@@ -25,7 +25,7 @@ def above_zero(key: str, value: float | None, hint: str = "") -> None:
         raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
 
 
-def refuse_other_texts(keys: Any, prefix: str = "") -> None:
+def refuse_texts_except_auto(keys: Any, prefix: str = "") -> None:
     """Raise ConfigError if the value of a key that accepts no text but `auto` is another text. The fields of such keys
     have a description of their values (`TAKES`) in their metadata.
 

@@ -366,7 +366,7 @@ class Loader:
         self.broken |= new
         records = self.steps.records
         total = len(records.index)
-        num_broken = len({records.number_in_index(own) for own in self.broken})
+        num_broken = len({records.number_in_index(number) for number in self.broken})
         wrong, budget = records.num_wrong + num_broken, self.data.budget(total)
         if new and wrong > budget:
             raise DataError(

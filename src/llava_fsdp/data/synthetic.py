@@ -27,12 +27,12 @@ class Contents:
     tiles: int
     labels: int
     image_tokens: int
-    context: int = 1
+    ranks_per_row: int = 1
     """Number of ranks that process a row together. All other numbers but `lengths` are those of one rank's part."""
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths) // self.context
+        return sum(self.lengths) // self.ranks_per_row
 
 
 def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule: ImageRule | None = None) -> Contents:
@@ -116,22 +116,22 @@ def edges(contents: Contents, given: ForwardInputs | None = None) -> dict[str, A
     `given` has inputs with these, else from the lengths of the samples. If several ranks share the row, the position
     ids have the length of one rank's part."""
     if given is not None and given["segments"] is not None:
-        return dict(zip(("position_ids", "cu_seqlens", "lengths"), given["segments"], strict=True))
+        segments = given["segments"]
+        return {name: getattr(segments, name) for name in ("position_ids", "cu_seqlens", "lengths")}
     found = boundaries(contents.lengths)
     return {**found, "position_ids": found["position_ids"][:, : contents.tokens]}
 
 
-def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
+def dry_run_micro_batches(contents: Contents, cfg: Config, world_size: int) -> int:
     """Return how many micro-batches a dry run computes for a step, at most as many as a real step has. Two are enough,
     because all later ones would be like the second; with pipeline parallelism, twice as many as the model has stages,
-    because a pipeline is then full. `contents`: samples of one micro-batch, which `contents.context` ranks process
-    together. `world_size`: number of ranks, in which those that divide each layer among them (`parallel.tensor`) count
-    as one."""
+    because a pipeline is then full. `contents`: what one micro-batch contains. `world_size`: number of ranks, in which
+    those that divide each layer among them (`parallel.tensor`) count as one."""
     parallel = cfg.parallel
     # samples in one micro-batch of all ranks; a sample counts on every rank that has a part of it or of the model,
     # so that `needed` multiplies by the numbers of these; `num_micro_batches` rounds up to what the pipeline accepts
     at_once = len(contents.lengths) * world_size
-    needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / at_once)
+    needed = math.ceil(cfg.global_batch_size * contents.ranks_per_row * parallel.pipeline / at_once)
     most = 2 if parallel.pipeline == 1 else parallel.num_micro_batches(2 * parallel.num_stages)
     return min(most, parallel.num_micro_batches(needed))
 
@@ -152,15 +152,15 @@ def synthetic_step(
         given: inputs of a model of transformers that takes images in another form than tiles; None: black tiles are
             made.
     """
-    count = micro_batches_of(contents, cfg, world_size)
-    # micro-batches of all ranks; those of ranks that share rows are parts, of which `contents.context` make whole rows
+    count = dry_run_micro_batches(contents, cfg, world_size)
+    # micro-batches of all ranks; those of ranks that share rows are parts, of which `contents.ranks_per_row` make one
     times = count * world_size // cfg.parallel.pipeline
-    rows = times // contents.context
+    rows = times // contents.ranks_per_row
     facts = StepFacts(
         number,
         samples=rows * len(contents.lengths),
         tokens=times * contents.tokens,
-        pairs=rows * sum(length**2 for length in contents.lengths),  # pairs of tokens
+        token_pairs=rows * sum(length**2 for length in contents.lengths),
         label_tokens=times * contents.labels,
         images=times * contents.images,
         tiles=times * contents.tiles,

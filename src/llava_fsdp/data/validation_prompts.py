@@ -99,8 +99,8 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
         shapes = [encoder.shape(shown, number) for number in range(num_images)]
         sample = encoder.encode(segments, names, shapes, record.where)
         files = tuple(reader.checked_path(record, name) for name in sample.images)
-        own = [shape.size if isinstance(shape, Clip) else shape for shape in shapes]
-        sizes = tuple(own[n] for n in order)
+        sizes_of_all = [shape.size if isinstance(shape, Clip) else shape for shape in shapes]
+        sizes = tuple(sizes_of_all[n] for n in order)
         return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source, thought)
     assert isinstance(reader, ImageReader)
     image_rows = [reader.image_rows(shown, number) for number in range(num_images)]

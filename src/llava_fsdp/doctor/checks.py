@@ -61,7 +61,7 @@ def memory(context: DoctorContext) -> Iterator[Finding]:
 
     on_gpus, needed = bool(context.torch.devices), 0  # 0: unknown
     if (planned := context.known_needs) is not None:
-        rank = planned.row.host if on_gpus else planned.row.bytes["total"] + PROCESS_BYTES
+        rank = planned.plan.host if on_gpus else planned.plan.bytes["total"] + PROCESS_BYTES
         needed = context.ranks * (rank + context.workers * context.cfg.data.prefetch * planned.step)
     ranks = f"{context.ranks} rank{'s' * (context.ranks > 1)}"
     what = "what is offloaded, with prepared steps," if on_gpus else f"the training on {ranks}"
@@ -116,7 +116,7 @@ def nvme(context: DoctorContext) -> Iterator[Finding]:
     """Check room and speed of the disk to which states are offloaded; no result if nothing is offloaded to disk, or it
     is not known how much."""
     folder = context.cfg.offload.folder
-    needed = 0 if context.known_needs is None else context.known_needs.row.disk * context.ranks
+    needed = 0 if context.known_needs is None else context.known_needs.plan.disk * context.ranks
     if not needed:
         return
     path = nearest_existing(context.output_dir if folder is None else Path(folder))
@@ -151,7 +151,7 @@ def places(context: DoctorContext) -> Iterator[Finding]:
 def needs(context: DoctorContext) -> Iterator[Finding]:
     """Check that the GPUs or CPUs support the precision, and that the software has what the configuration needs."""
     yield from config_checks.judge_precision(context.cfg, context.torch.devices, context.has_bf16)
-    checks = software.needs_of(context.settled)
+    checks = software.needs_of(context.with_chosen_dtype)
     if context.unreadable_key is not None:
         checks.pop("attention", None)  # the kernel depends on the model's shapes
     yield from software.judge_needs(checks)
@@ -178,8 +178,8 @@ def training(context: DoctorContext) -> Iterator[Finding]:
 
     from llava_fsdp.train.setup.preflight import few_steps, preflight
 
-    # `settled`: the configuration with precision.param_dtype=auto replaced as a training here does
-    warnings = preflight(context.settled, torch.device("cuda" if context.torch.devices else "cpu"))
+    # `with_chosen_dtype`: the configuration with precision.param_dtype=auto replaced as a training here does
+    warnings = preflight(context.with_chosen_dtype, torch.device("cuda" if context.torch.devices else "cpu"))
     if (steps := config_checks.count_steps(context.cfg)) is not None:
         warnings += few_steps(context.cfg, steps)
     for warning in warnings:

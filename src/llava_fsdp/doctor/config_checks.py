@@ -95,23 +95,23 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
     """Check that the predicted peak memory of a rank fits into its GPU, or, without GPUs, into its share of the host's
     memory."""
-    row = needs.row
+    row = needs.plan
     total = row.bytes["total"]
     result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
     if not row.fits:
         cure = "llava-fsdp plan with the same keys shows what fits; "
         cure += "sharding=zero3, offload, more gpus" if on_gpus else CURE_ON_CPU
-        yield fail("memory by the plan", f"{result}, {row.moment}", cure)
+        yield fail("memory by the plan", f"{result}, {row.peak_moment}", cure)
     else:
         yield ok("memory by the plan", result)
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Yield a result only if a rank fits into an empty GPU, but not into what other processes leave. `needs.row` has
+    """Yield a result only if a rank fits into an empty GPU, but not into what other processes leave. `needs.plan` has
     the bytes that a rank is predicted to take (`total`), and those `usable` on an empty GPU. `free`: GPU index -> free
     bytes."""
-    total = needs.row.bytes["total"]
-    gpus_without_room = [index for index, count in free.items() if count < total <= needs.row.usable]
+    total = needs.plan.bytes["total"]
+    gpus_without_room = [index for index, count in free.items() if count < total <= needs.plan.usable]
     if gpus_without_room:
         rest = ", ".join(f"GPU {index}: {readable(free[index])}" for index in gpus_without_room)
         result = f"a rank takes {readable(total)}, and other processes leave {rest}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Needs:
     """Memory and disk space of the training, as `llava-fsdp plan` predicts them, in bytes."""
 
-    row: "PlanRow"
+    plan: "PlanRow"
     machine: str
     checkpoint: int
     export: int
@@ -61,7 +61,7 @@ class DoctorContext:
         return all(one["bf16"] for one in self.torch.devices) if self.torch.devices else cpu_has_bf16()
 
     @cached_property
-    def settled(self) -> DoctorConfig:
+    def with_chosen_dtype(self) -> DoctorConfig:
         """The configuration with `precision.param_dtype=auto` replaced as a new training here would do."""
         chosen = DType.bf16 if self.has_bf16 or self.cfg.precision.needs_bf16 else DType.fp32
         return replace(self.cfg, precision=self.cfg.precision.settled(chosen))
@@ -95,7 +95,7 @@ class DoctorContext:
         from llava_fsdp.plan.time.hardware import this_machine
 
         parts = shapes_of(self.cfg.model)
-        cfg, _ = settle_packing(self.settled, parts)
+        cfg, _ = settle_packing(self.with_chosen_dtype, parts)
         device = torch.device("cuda" if self.torch.devices else "cpu")
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
 

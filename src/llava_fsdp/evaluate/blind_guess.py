@@ -56,8 +56,8 @@ def score_blind_guess(task: Task, questions: Sequence[BenchmarkQuestion]) -> tup
     """Return the accuracy of the best blind guess (`guesses_of`: answers without looking at the images) of all
     questions, and {(kind, name) of a group: its accuracy}. A group's guess is made from its own right answers alone."""
 
-    def accuracy(own: Sequence[BenchmarkQuestion]) -> float:
-        return SCORES[task](own, guesses_of(task, own))["accuracy"]
+    def accuracy(some_questions: Sequence[BenchmarkQuestion]) -> float:
+        return SCORES[task](some_questions, guesses_of(task, some_questions))["accuracy"]
 
     groups = members_of(task, questions)
     return accuracy(questions), {

@@ -209,7 +209,7 @@ class BenchmarkAnswerer:
         other ranks. Without `blank`, also count in `thoughts_cut` the answers that ended within a thought. With
         `blank`, every image is replaced by one whose pixels all have the mean color."""
         if self.cfg.answers is None:
-            found = [own for _, answers in self.batches(self.questions, blank) for own in answers]
+            found = [answer for _, answers in self.batches(self.questions, blank) for answer in answers]
             if not blank:
                 self.thoughts_cut = sum(is_cut for _, is_cut in found)
             return [text for text, _ in found]

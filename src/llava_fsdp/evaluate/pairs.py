@@ -89,9 +89,9 @@ def evaluate_pairs(cfg: EvaluateConfig, opened: Opened | None = None) -> dict[st
     if len(names) > 1:
         result["groups"] = {"source": {}}
         for name in names:
-            own = [n for n, source in enumerate(sources) if source == name]
-            others = None if reference is None else [reference[n] for n in own]
-            result["groups"]["source"][name] = summary([found[n] for n in own], others)
+            numbers = [n for n, source in enumerate(sources) if source == name]
+            others = None if reference is None else [reference[n] for n in numbers]
+            result["groups"]["source"][name] = summary([found[n] for n in numbers], others)
     return result
 
 
@@ -127,18 +127,18 @@ def summary(found: Sequence[PairScore], reference: Sequence[PairScore] | None) -
     """Return the mean scores of pairs. A margin is the log-probability of the chosen answer minus that of the rejected
     one; `accuracy` is the share of pairs whose margin is above 0. With a reference, the margin that it gives is
     subtracted from that of the model, as in the loss of a training."""
-    others = [0.0] * len(found) if reference is None else [own.margin for own in reference]
-    margins = [own.margin - other for own, other in zip(found, others, strict=True)]
+    others = [0.0] * len(found) if reference is None else [pair.margin for pair in reference]
+    margins = [pair.margin - other for pair, other in zip(found, others, strict=True)]
     count = len(found)
     means: dict[str, Any] = {
         "pairs": count,
         "accuracy": sum(margin > 0 for margin in margins) / count,
         "margin": sum(margins) / count,
-        "logp_chosen": sum(own.chosen.log_probability for own in found) / count,
-        "logp_rejected": sum(own.rejected.log_probability for own in found) / count,
+        "logp_chosen": sum(pair.chosen.log_probability for pair in found) / count,
+        "logp_rejected": sum(pair.rejected.log_probability for pair in found) / count,
     }
     if reference is None:
-        means["accuracy_per_token"] = sum(own.margin_per_token > 0 for own in found) / count
+        means["accuracy_per_token"] = sum(pair.margin_per_token > 0 for pair in found) / count
     return means
 
 
@@ -148,8 +148,8 @@ def table_of_pairs(result: dict[str, Any]) -> Table:
     shown = {key: title for key, title in COLUMNS.items() if key in result}
     for title in ("", "pairs", *shown.values()):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for name, own in {"all": result, **result.get("groups", {}).get("source", {})}.items():
+    for name, group in {"all": result, **result.get("groups", {}).get("source", {})}.items():
         formats = (".2%" if key.startswith("accuracy") else ".3f" for key in shown)
-        cells = [format(own[key], form) if key in own else "" for key, form in zip(shown, formats, strict=True)]
-        table.add_row(name, f"{own['pairs']:,}", *cells)
+        cells = [format(group[key], form) if key in group else "" for key, form in zip(shown, formats, strict=True)]
+        table.add_row(name, f"{group['pairs']:,}", *cells)
     return table

@@ -113,10 +113,10 @@ def records_by_turns(cfg: EvaluateConfig) -> Iterator[tuple[DataSource, Record]]
             key = f"data.sources.{source.name}.path" if cfg.data.sources else "data.path"
             raise DataError(f"{key}={source.path} holds no records")
 
-    if any(own.weight is not None or own.epochs is not None for own in cfg.data.sources.values()):
+    if any(source.weight is not None or source.epochs is not None for source in cfg.data.sources.values()):
         log().info("every record of data.sources is asked once, whatever their epochs and weights")
     turns = itertools.zip_longest(*map(records_in, sources))
-    yield from (own for turn in turns for own in turn if own is not None)
+    yield from (record for turn in turns for record in turn if record is not None)
 
 
 def first_question(record: Record) -> BenchmarkQuestion:

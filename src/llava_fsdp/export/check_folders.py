@@ -12,7 +12,7 @@ from llava_fsdp.model.sources.pretrained_config import is_whole
 from llava_fsdp.model.weights.tensor_files import PROJECTOR
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.files.digests import Digest, share
+from llava_fsdp.runtime.files.digests import Digest, files_of_rank
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.provenance import (
@@ -63,7 +63,7 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
                 check_folder(folder, largest=0)
             files = {folder / name: digest for name, digest in listed_digests(folder).items()}
             wanted |= {file: (folder, digest) for file, digest in files.items() if path in (folder, file)}
-        mine = share({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
+        mine = files_of_rank({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
         nbytes = sum(digest.bytes for _, digest in wanted.values())
         if is_first and nbytes >= LOGGED:
             folders = ", ".join(sorted({str(folder) for folder, _ in wanted.values()}))

@@ -139,10 +139,10 @@ def convert(cfg: ConversionConfig, to: str) -> Path:
     check_target(final, staged, cfg)
     opened = open_source(with_best(cfg))
     # adapters that are written beside their base; others are merged into it
-    apart = opened.adapted if cfg.format is FolderFormat.peft else None
-    if cfg.format is FolderFormat.peft and apart is None:
+    adapters = opened.adapted if cfg.format is FolderFormat.peft else None
+    if cfg.format is FolderFormat.peft and adapters is None:
         raise ConfigError(f"format=peft writes LoRA adapters beside their base, and source={cfg.source} has none")
-    if apart is not None and isinstance(opened.source, WholeSource):
+    if adapters is not None and isinstance(opened.source, WholeSource):
         raise ConfigError(
             f"format=peft: peft puts the adapters of source={cfg.source} on their base model as they are; leave it out "
             "to merge them"
@@ -151,10 +151,10 @@ def convert(cfg: ConversionConfig, to: str) -> Path:
     # reads from these folders
     if opened.sources_without_adapters is not None and cfg.verify and not isinstance(opened.source, WholeSource):
         prove_reading(opened.source.model, opened.sources_without_adapters, opened.source.image_tokens)
-    if opened.adapted is not None and apart is None and cfg.verify:
+    if opened.adapted is not None and adapters is None and cfg.verify:
         prove_merge(opened.adapted)
-    sources = opened.sources if apart is None else apart.base
-    content = Content(opened.source, sources, {name: tensor.dtype for name, tensor in sources.items()}, apart)
+    sources = opened.sources if adapters is None else adapters.base
+    content = Content(opened.source, sources, {name: tensor.dtype for name, tensor in sources.items()}, adapters)
     if cfg.format is FolderFormat.gguf:
         check_for_llama_cpp(opened.source, cfg.gguf_clip)
         checked = write_and_prove_gguf(content, staged, final.name, cfg)
@@ -171,13 +171,14 @@ class Content:
 
     Attributes:
         sources: stored values of the parameters to write, by name; `dtypes` are the dtypes to write them in.
-        apart: adapters to write into a subfolder; None without adapters, or if they are merged in `sources`.
+        adapters_beside_base: adapters to write into a subfolder; None without adapters, or if they are merged in
+            `sources`.
     """
 
     source: SourceModel | WholeSource
     sources: dict[str, Stored]
     dtypes: dict[str, torch.dtype]
-    apart: Adapted | None
+    adapters_beside_base: Adapted | None
 
 
 def write_and_prove(content: Content, staged: Path, cfg: ConversionConfig) -> str:
@@ -188,7 +189,7 @@ def write_and_prove(content: Content, staged: Path, cfg: ConversionConfig) -> st
     write(content, staged, cfg.format, cfg.dtype)
     if not cfg.verify:
         return NOT_VERIFIED
-    with saying_what_is_left(staged):
+    with naming_unfinished_folder(staged):
         prove_written(content, staged, cfg.format)
     return "its logits are the source's"
 
@@ -211,7 +212,7 @@ def write_and_prove_gguf(content: Content, staged: Path, name: str, cfg: Convers
         raise
     checked = NOT_VERIFIED
     if cfg.verify:
-        with saying_what_is_left(staged):
+        with naming_unfinished_folder(staged):
             checked = prove_gguf_folder(folder, staged)
     shutil.rmtree(folder)
     write_card_and_notes(staged, FolderKind.gguf, notes)
@@ -219,7 +220,7 @@ def write_and_prove_gguf(content: Content, staged: Path, name: str, cfg: Convers
 
 
 @contextmanager
-def saying_what_is_left(staged: Path) -> Iterator[None]:
+def naming_unfinished_folder(staged: Path) -> Iterator[None]:
     """Context manager that adds to an export check's ModelError which folder was not made, and where its files are."""
     try:
         yield
@@ -235,33 +236,33 @@ def with_best(cfg: ConversionConfig) -> ConversionConfig:
 
 def prove_written(content: Content, staged: Path, form: FolderFormat) -> None:
     """Load the folder `staged` that `write` has written, and compare its logits with those of its source (for a whole
-    model of transformers, its weights). LoRA adapters (`content.apart`) are in a subfolder of a base in the format
-    `hf`, and are proved as well. Raise ModelError if something differs."""
-    source, apart = content.source, content.apart
+    model of transformers, its weights). LoRA adapters (`content.adapters_beside_base`) are in a subfolder of a base in
+    the format `hf`, and are proved as well. Raise ModelError if something differs."""
+    source, adapters = content.source, content.adapters_beside_base
     if isinstance(source, WholeSource):
         rounded = {name: Rounded(stored, content.dtypes[name]) for name, stored in content.sources.items()}
         return prove_class(staged, rounded)
-    form = form if apart is None else FolderFormat.hf
+    form = form if adapters is None else FolderFormat.hf
     prove(form, source.model, content.sources, content.dtypes, staged, source.image_tokens)
-    if apart is not None:
-        prove_adapters(staged, source.model, with_rounded_base(apart, content.dtypes), source.image_tokens)
+    if adapters is not None:
+        prove_adapters(staged, source.model, with_rounded_base(adapters, content.dtypes), source.image_tokens)
 
 
 def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) -> None:
-    """Write all files of an export into the folder `staged`: a whole model or, if `content.apart` has LoRA adapters,
-    these in a subfolder and their base model, always for transformers. If this fails, nothing is left. `dtype`: what
-    the user asked for, which the folder's notes record."""
+    """Write all files of an export into the folder `staged`: a whole model or, if `content.adapters_beside_base` has
+    LoRA adapters, these in a subfolder and their base model, always for transformers. If this fails, nothing is left.
+    `dtype`: what the user asked for, which the folder's notes record."""
     weights = Weights(
         shapes={name: tuple(tensor.shape) for name, tensor in content.sources.items()},
         dtypes=content.dtypes,
         read=lambda name: whole_rows(content.sources[name]),
         watch=watch_loading(is_first_rank=True),
     )
-    notes = {"dtype": dtype.value}
+    adapters, notes = content.adapters_beside_base, {"dtype": dtype.value}
     try:
-        write_folder(form if content.apart is None else FolderFormat.hf, content.source, weights, staged, notes)
-        if content.apart is not None:
-            write_adapters(staged, content.apart)
+        write_folder(form if adapters is None else FolderFormat.hf, content.source, weights, staged, notes)
+        if adapters is not None:
+            write_adapters(staged, adapters)
             remarks = {key: value for key, value in read_notes(staged).items() if key == REMARKS}
             # again, with digests of the adapters, and with the remarks that write_folder has noted
             write_notes(content.source, staged, FolderKind.with_adapters, {**notes, **remarks})

@@ -41,14 +41,14 @@ from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.text.log import log
 
 
-def write_adapters(staged: Path, adapted: Adapted) -> None:
+def write_adapters(export_folder: Path, adapted: Adapted) -> None:
     """Write the LoRA adapters of a model, and their adapter_config.json, into the subfolder `adapter` of its exported
-    base model `staged`, which has its configuration already."""
-    folder = staged / FOLDER
+    base model `export_folder`, which has its configuration already."""
+    folder = export_folder / FOLDER
     folder.mkdir()
     tensors = {n: whole_rows(t).contiguous() for n, t in adapted.sources.items() if is_adapter(n)}
     save_file({in_class(name): tensor for name, tensor in tensors.items()}, folder / ADAPTER_FILES[0])
-    config = AutoConfig.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
+    config = AutoConfig.from_pretrained(export_folder, trust_remote_code=False, local_files_only=True)
     write_json(folder / ADAPTER_CONFIG, settings(adapted, whole_model_of(copy.deepcopy(config))))
 
 
@@ -95,12 +95,12 @@ def with_rounded_base(adapted: Adapted, dtypes: dict[str, torch.dtype]) -> Adapt
     return replace(adapted, sources=rounded)
 
 
-def prove_adapters(staged: Path, model: Llava, adapted: Adapted, rule: ImageTokens) -> None:
+def prove_adapters(export_folder: Path, model: Llava, adapted: Adapted, rule: ImageTokens) -> None:
     """Load an exported base model with transformers, put its adapters on it with peft, and compare the logits with
     those of the source. Raises ModelError if they differ, or peft does not use every adapter.
 
     Args:
-        staged: the exported folder: the base model, and the adapters in the subfolder `adapter`.
+        export_folder: the exported folder: the base model, and the adapters in the subfolder `adapter`.
         model: a model of the same architecture without adapters; its weights are not used.
         adapted: the source: its adapters, and the values of its base model, rounded as they were exported.
         rule: computes which tokens an image gets.
@@ -108,13 +108,15 @@ def prove_adapters(staged: Path, model: Llava, adapted: Adapted, rule: ImageToke
     compute, (micro, sizes) = compute_dtype(model), random_rows(model, rule)
     expected = logits(load_copy(model, adapted.sources, compute, adapted), micro)
     peft = import_peft()
-    loaded = peft.PeftModel.from_pretrained(open_export(staged, compute), staged / FOLDER).eval()
+    loaded = peft.PeftModel.from_pretrained(open_export(export_folder, compute), export_folder / FOLDER).eval()
     layers = [name for name, module in loaded.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     if len(layers) != len(adapted.modules):
-        raise ModelError(f"peft adapts {len(layers)} modules with {staged / FOLDER}, and not {len(adapted.modules)}")
+        raise ModelError(
+            f"peft adapts {len(layers)} modules with {export_folder / FOLDER}, and not {len(adapted.modules)}"
+        )
     adapted_model, tiles = loaded.base_model.model.to(compute), micro.images["tiles"]
     difference = distance(exported_logits(adapted_model, micro, tiles, sizes), expected)
     log().info("logits with peft's adapters differ by %.2g of the largest logit, %s", difference.largest, difference)
     error = difference.exceeds(compute, has_experts(model))
     if error:
-        raise ModelError(f"{staged} was written, but with its adapters {error} from the source's")
+        raise ModelError(f"{export_folder} was written, but with its adapters {error} from the source's")

@@ -52,7 +52,7 @@ from llava_fsdp.model.load_weights import (
     check_projector_names,
     find_weights,
     fingerprint,
-    frozen_digests,
+    weight_digests,
 )
 from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
@@ -175,7 +175,9 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     # without quantization: the files have the weights as they were before it, and an export has them too
     model = build_architecture(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
     # the training froze parameters on which no loss depends
-    model.unused |= {name for name, own in model.named_parameters() if own.requires_grad} - set(facts["trainable"])
+    model.unused |= {name for name, parameter in model.named_parameters() if parameter.requires_grad} - set(
+        facts["trainable"]
+    )
     model.freeze()
     where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
     check_base_config(folder / adapter.FOLDER, parts, where, key)
@@ -187,11 +189,12 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     projector = None if has_projector else find_projector(run)
     check_artifacts(artifacts_of(parts, projector, run.model))
     sources = find_weights(model, parts, run.model, projector, run.seed)
-    digests = frozen_digests(model, sources)
+    digests = weight_digests(model, sources)
     if fingerprint(model, digests) != facts["fingerprints"]["model"] or set(facts["trainable"]) - trained.keys():
-        own = run.model
-        of_parts = f"model.language={own.language}, model.vision={own.vision}, model.checkpoint={own.checkpoint}"
-        read = of_parts if parts.class_config is None else f"model.checkpoint={own.checkpoint}"
+        model_cfg = run.model
+        of_whole = f"model.checkpoint={model_cfg.checkpoint}"
+        of_parts = f"model.language={model_cfg.language}, model.vision={model_cfg.vision}, {of_whole}"
+        read = of_parts if parts.class_config is None else of_whole
         raise CheckpointError(f"{folder} was written by a run with other frozen weights than those of {read}")
     source = source_of_run(model, run, facts["run"], facts["step"])
     if not isinstance(source, WholeSource):
@@ -231,14 +234,14 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     opened = adapter.without_idle_tower(open_adapter(folder, parts.class_config is not None))
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_architecture(parts, model_config, torch.float32)
-    model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
+    model.requires_grad_(False)  # so that weight_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
     check_named_base(opened, parts, where, BASE_OPTION)
     check_projector_names([without_base(name) for name in opened.tensors], model, f"source={folder}")
-    base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
+    base_sources = find_weights(model, parts, model_config, seed=notes.get("seed", 0))
     adapter.check_fits(opened, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
     check_projector(opened, base_sources, where)
-    check_fingerprint(opened, base_fingerprint(frozen_digests(model, base_sources), opened.tensors), where, BASE_OPTION)
+    check_fingerprint(opened, base_fingerprint(weight_digests(model, base_sources), opened.tensors), where, BASE_OPTION)
     adapter.check_changed(opened.tensors, f"the adapter of {folder}", "train it for more steps")
     adapted = Adapted(opened.lora, opened.modules, with_adapters(base_sources, opened))
     has_facts = (folder / "config.json").is_file() or notes
@@ -288,7 +291,7 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     projector = None if model_config.checkpoint else folder
     check_artifacts(artifacts_of(parts, projector, model_config))
     model = build_architecture(parts, model_config, torch.float32)
-    sources = find_weights(model, parts, model_config, projector, 0)
+    sources = find_weights(model, parts, model_config, projector)
     return Opened(describe_model(folder, model, model_config, cfg), sources, folder, sources_without_adapters=sources)
 
 

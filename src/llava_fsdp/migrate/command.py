@@ -27,8 +27,8 @@ HOST = "HOST"
 @dataclass(frozen=True)
 class Migration:
     run: SourceRun
-    decided: Overrides
-    kept: Overrides
+    all_overrides: Overrides
+    printed_overrides: Overrides
     """Overrides that differ from the defaults of the command's stage, model and data."""
     rows: list[TableRow]
     refused: str
@@ -36,14 +36,14 @@ class Migration:
 
     @property
     def words(self) -> list[str]:
-        return [*launcher(self.run), *assignments(self.kept)]
+        return [*launcher(self.run), *assignments(self.printed_overrides)]
 
     @property
     def lacks(self) -> list[str]:
         """What the user must still complete or correct before the command can start."""
         run = self.run
         lacking_parts = [f"{name} was not found: give it as another PATH" for name in run.missing]
-        lacking_parts += lacking(run, self.decided)
+        lacking_parts += lacking(run, self.all_overrides)
         if any(HOST in word for word in launcher(run)):
             lacking_parts.append(f"the address of the first machine: write it in place of {HOST}")
         for row in self.rows:
@@ -62,7 +62,7 @@ class Migration:
             found.append(f"{run.trainer.value}: {DIFFERS[run.trainer]}")
         elif not run.launch.is_original:
             found.append(f"{run.launch.script}: {OTHER_PROGRAM}")
-        if run.bits and "model.quantize.mode" not in self.decided:
+        if run.bits and "model.quantize.mode" not in self.all_overrides:
             found.append(f"{run.bits}-bit weights: this command trains without quantized weights")
         in_files = replace(run, given_gpus=None).gpus  # the number of GPUs by the input files alone
         if run.given_gpus and in_files and in_files != run.given_gpus:
@@ -76,11 +76,11 @@ class Migration:
 def migrate(run: SourceRun) -> Migration:
     """Translate a training of another system into overrides of llava_fsdp (all, and those that differ from defaults),
     and a table of what each of its settings becomes."""
-    decided = decide(run)
-    kept = drop_defaults(decided)
+    overrides = decide(run)
+    printed = drop_defaults(overrides)
     # the last argument: keys of overrides that only repeat defaults
-    context = RuleContext(run, decided, frozenset(decided) - frozenset(kept))
-    return Migration(run, decided, kept, rows_of(context), refusal(kept))
+    context = RuleContext(run, overrides, frozenset(overrides) - frozenset(printed))
+    return Migration(run, overrides, printed, rows_of(context), error_of_overrides(printed))
 
 
 def drop_defaults(decided: Overrides) -> Overrides:
@@ -109,11 +109,11 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
     return not OmegaConf.is_missing(node, name) and OmegaConf.select(base, key) == value
 
 
-def refusal(kept: Overrides) -> str:
+def error_of_overrides(overrides: Overrides) -> str:
     """Return the error message with which llava_fsdp would refuse these overrides; empty if their configuration is
     valid. A missing data path is not an error: `Migration.lacks` reports it."""
     # a placeholder path; `with_own_model` adds `model=own`, so that the settings of the default model are not used
-    words = with_own_model(assignments({"data.path": "records.json"} | kept))
+    words = with_own_model(assignments({"data.path": "records.json"} | overrides))
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             load(Config, compose("train", [taken_literally(word) for word in words]))

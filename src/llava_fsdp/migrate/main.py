@@ -117,7 +117,7 @@ def as_json(migration: Migration) -> dict[str, object]:
     return {
         "name": migration.run.name,
         "command": lines(migration.words, width=sys.maxsize),
-        "overrides": {key: json_value(value) for key, value in migration.kept.items()},
+        "overrides": {key: json_value(value) for key, value in migration.printed_overrides.items()},
         "gpus": migration.run.gpus,
         "notes": list(migration.run.notes),
         "incomplete": migration.lacks,
@@ -168,7 +168,7 @@ def print_migration(migration: Migration) -> None:
     print(lines(migration.words))
     if migration.run.launch.is_original:
         print(f"# {PARITY}")
-    if "compile" not in migration.decided:
+    if "compile" not in migration.all_overrides:
         print(f"# {COMPILE_NOTE}")
     print()
     TextConsole(width=None if sys.stdout.isatty() else 140).print(table(rows))

@@ -125,11 +125,12 @@ def default_rows(context: RuleContext) -> Iterator[TableRow]:
         is_set_by_scheduler = key == "optimizer.params.lr" and run.has_ds_warmup
         if key in run.deepspeed.values or is_set_by_scheduler or not applies.get(key.partition(".")[0], True):
             continue
-        also = f", {context.override('optim.beta2')}" if key.endswith("betas") else ""
-        text = f"{context.override(override)}{also}: DeepSpeed's default"
+        also = f", {context.text_of_override('optim.beta2')}" if key.endswith("betas") else ""
+        text = f"{context.text_of_override(override)}{also}: DeepSpeed's default"
         if key == "gradient_clipping":
             norm = run.trainer_value("max_grad_norm")
-            text = f"{context.override(override)}: without it DeepSpeed does not clip, though --max_grad_norm is {norm}"
+            text = context.text_of_override(override)
+            text = f"{text}: without it DeepSpeed does not clip, though --max_grad_norm is {norm}"
         yield TableRow(f"{run.deepspeed.name} (not in it)", key, run.ds_or_default(key), mapped(text))
     for name, flag in run.table.items():
         if run.given(name) is None and (run.launch.is_original or flag.default is not None):

@@ -14,7 +14,7 @@ from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.model.packed_attention.packs import packing_refused
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import on_meta, whole_model_of
-from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.packs import why_whole_not_packed
 from llava_fsdp.model.whole.structure import base_of, language_of
 from llava_fsdp.model.whole.whole import build_whole
 from llava_fsdp.runtime.errors import ConfigError
@@ -26,29 +26,29 @@ def build_architecture(
     compute_dtype: torch.dtype,
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
-    own: OwnParts = NONE,
+    own_parts: OwnParts = NONE,
 ) -> Architecture:
     """Build a model on the meta device, and freeze what does not train: a `Whole` if `parts` has the configuration of a
     whole model of transformers, else a `Llava`.
 
     `kernel` is the attention of packed rows; None: rows are padded. Without `loss`, the loss is computed from the
-    logits of all labels at once. `own` has the loss function and the projector that a Python program gives in place of
-    the configured ones, if it does. Raises ConfigError and ModelError if the model cannot be built, or lacks what the
-    configuration asks for.
+    logits of all labels at once. `own_parts` has the loss function and the projector that a Python program gives in
+    place of the configured ones, if it does. Raises ConfigError and ModelError if the model cannot be built, or lacks
+    what the configuration asks for.
     """
     if parts.class_config is None:
-        return build_llava(parts, cfg, compute_dtype, kernel, loss, own)
-    if own.projector is not None:
+        return build_llava(parts, cfg, compute_dtype, kernel, loss, own_parts)
+    if own_parts.projector is not None:
         raise ConfigError(f"a {parts.class_config.model_type} has a projector of its own; give none")
     label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype, parts.logit_change)
-    if own.loss is not None and loss is not None:
-        label_loss = own_loss(own.loss, loss)
+    if own_parts.loss is not None and loss is not None:
+        label_loss = own_loss(own_parts.loss, loss)
     return build_whole(parts, cfg, compute_dtype, kernel, label_loss)
 
 
 def why_not_packed(parts: Parts) -> str | None:
     """Return why a model would mix the samples of a packed row; None if it keeps them apart."""
-    return packing_refused(parts.language) if parts.class_config is None else packs(parts)
+    return packing_refused(parts.language) if parts.class_config is None else why_whole_not_packed(parts)
 
 
 def meta_language(parts: Parts) -> PreTrainedModel:

@@ -27,12 +27,12 @@ class Flops(NamedTuple):
     """FLOPs of the language model's attention over a sample, divided by the square of the sample's length in tokens."""
     label: float
     """FLOPs per label in the output layer, which is computed only at tokens that predict a label."""
-    tile: float
+    vision: float
     """FLOPs per image tile in the vision tower and the projector; of a `Whole`, per image token."""
 
     def of(self, tokens: float, pairs: float, labels: float, tiles: float) -> float:
         """Return the FLOPs for a set of samples. `pairs` is the sum of the squares of their lengths in tokens."""
-        return self.token * tokens + self.pair * pairs + self.label * labels + self.tile * tiles
+        return self.token * tokens + self.pair * pairs + self.label * labels + self.vision * tiles
 
 
 def count_flops(model: Architecture, activation_checkpointing: bool, compiled: bool = False) -> Flops:
@@ -65,7 +65,7 @@ def count_flops(model: Architecture, activation_checkpointing: bool, compiled: b
         token=2 * weights + 2 * backward + 2 * trained_weights(stack, active=active) + again,
         pair=(2 * len(stack) + (4 + 2 * activation_checkpointing) * len(passed)) * width,
         label=label * output.numel(),
-        tile=tile_flops(model, activation_checkpointing),
+        vision=tile_flops(model, activation_checkpointing),
     )
 
 
@@ -83,12 +83,14 @@ def token_flops(model: Whole, activation_checkpointing: bool) -> float:
     """Estimate the FLOPs per image token in vision towers and projector: those of the matrix products of as many
     patches as the projector joins into one token. Attention is left out, and averaged tokens are counted as one."""
     trains = {part: part in model.cfg.trained for part in Part}
-    own = {part: model.modules_of(part) for part in (Part.vision, Part.projector)}
+    modules = {part: model.modules_of(part) for part in (Part.vision, Part.projector)}
     blocks = model.all_blocks(Part.vision)
-    tower, projector = matrix_weights(*blocks), matrix_weights(*own[Part.projector])
+    tower, projector = matrix_weights(*blocks), matrix_weights(*modules[Part.projector])
     passes = trains[Part.vision]  # whether the gradient passes through the tower
     of_tower = 2 * tower * (1 + passes * (1 + activation_checkpointing)) + 2 * trained_weights(*blocks)
-    of_projector = 2 * projector * (1 + (passes or trains[Part.projector])) + 2 * trained_weights(*own[Part.projector])
+    of_projector = 2 * projector * (1 + (passes or trains[Part.projector])) + 2 * trained_weights(
+        *modules[Part.projector]
+    )
     return of_tower * model.patches_per_token + of_projector
 
 
@@ -130,9 +132,9 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     again = through - 2 * tokens * last_products(passed) if activation_checkpointing else 0
     # the patch embedding trains only with the whole tower, neither with some blocks nor with adapters
     whole = model.cfg.trained[Part.vision] is None and Part.vision not in model.cfg.adapted
-    own = 2 * tokens * trained_weights(*stack) + 2 * patches * others * whole
+    of_trained = 2 * tokens * trained_weights(*stack) + 2 * patches * others * whole
     # forward, gradients of inputs (of attention twice as many as forward) and weights, blocks again, patch embedding
-    return forward + (through + len(passed) * attention) + own + again + 2 * patches * others
+    return forward + (through + len(passed) * attention) + of_trained + again + 2 * patches * others
 
 
 def first_passed(model: Architecture, part: Part) -> int:

@@ -35,8 +35,8 @@ from llava_fsdp.model.weights.conversions import (
     names_of_parts,
     place_of,
     plan_load,
+    plan_load_with_extra_vocabulary,
     plan_whole,
-    plan_with_all_rows,
     vision_tower_of,
     whole_model_of,
 )
@@ -79,7 +79,7 @@ class ParameterShard(Protocol):
 
 
 def find_weights(
-    model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
+    model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None = None, seed: int = 0
 ) -> dict[str, Stored]:
     """Find the source of each parameter's initial values for a meta-device model: tensors in files, or random values.
 
@@ -168,7 +168,7 @@ def stored_buffers(model: Architecture) -> dict[str, torch.Tensor]:
     sources = base_weights(model, model.parts, model.cfg, None)
     found = {name: (sources[name], buffer) for name, buffer in expected.items() if name in sources}
     # `rows` ignores its range for a scalar
-    return {n: own.rows(0, buf.shape[0] if buf.ndim else 0).to(buf.dtype) for n, (own, buf) in found.items()}
+    return {n: stored.rows(0, buf.shape[0] if buf.ndim else 0).to(buf.dtype) for n, (stored, buf) in found.items()}
 
 
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
@@ -238,7 +238,7 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
     if not is_vision_language_model(config):
         plan = plan_load(lambda: vision_tower_of(parts.vision), tensors, folder)
         return by_our_names(plan, {"": "vision_tower."}, model, folder)
-    plan = plan_with_all_rows(whole_model_of, config, tensors, folder)
+    plan = plan_load_with_extra_vocabulary(whole_model_of, config, tensors, folder)
     return by_our_names(plan, {place_of(plan.model, parts.vision): "vision_tower."}, model, folder)
 
 
@@ -266,7 +266,7 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
     tensors = open_tensors(folder)
     if is_original(read_json(folder / "config.json", f"model.checkpoint={folder}")):
         return original_model(tensors, parts, folder, model)
-    plan = plan_with_all_rows(whole_model_of, read_config(folder, "model.checkpoint"), tensors, folder)
+    plan = plan_load_with_extra_vocabulary(whole_model_of, read_config(folder, "model.checkpoint"), tensors, folder)
     refuse_unused(plan.unused, folder)
     # {prefix of transformers' names: ours}
     return by_our_names(plan, {"model.": "", "lm_head.": "lm_head."}, model, folder)
@@ -301,7 +301,7 @@ def original_model(
             language[name] = tensor
     refuse_unused(sorted(stored.keys() - parameter_names(model)), folder)
     # the embeddings in the folder may have more rows than the configuration's vocabulary
-    plan = plan_with_all_rows(language_model_of, parts.language, language, folder)
+    plan = plan_load_with_extra_vocabulary(language_model_of, parts.language, language, folder)
     refuse_unused(plan.unused, folder)
     stored |= by_our_names(plan, names_of_parts(plan.model), model, folder)
     if tower:
@@ -435,7 +435,7 @@ def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
-def frozen_digests(
+def weight_digests(
     model: nn.Module,
     sources: Mapping[str, Stored],
     rank: int = 0,
@@ -454,9 +454,9 @@ def frozen_digests(
     """
     shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if p.requires_grad is trained}
     # the largest first, and then divided in turn, so that ranks read about as many bytes
-    frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
+    by_size = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     with ThreadPoolExecutor(DIGESTING) as threads:
-        names = frozen[rank::size]
+        names = by_size[rank::size]
         digests = threads.map(lambda name: digest_of(sources[name], shapes[name]), names)
         return dict(gather(list(zip(watch(names), digests, strict=True))))
 
@@ -537,7 +537,8 @@ def place_in_files(source: Stored) -> str:
         case ConvertedTensor():
             bad = [part for part in source.parts if not part.rows(0, max(1, *part.shape[:1])).isfinite().all()]
             return ", ".join(place_in_files(part) for part in (bad or source.parts)[:3])
-    inside: Any = [own for own in vars(source).values() if hasattr(own, "rows")]  # such as the weight in RowLengths
+    # such as the weight in RowLengths
+    inside: Any = [value for value in vars(source).values() if hasattr(value, "rows")]
     return ", ".join(map(place_in_files, inside)) or f"a {type(source).__name__}"
 
 

@@ -13,7 +13,7 @@ The loss functions have these arguments in common:
     chunk_tokens: largest number of labels whose logits are in memory at a time.
     collector: gets the loss of every single label; None: these losses are not kept.
     part: which rows of the output layer `weight` has; None: all.
-    change: how logits are made from the output of the output layer.
+    logit_change: how logits are made from the output of the output layer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LogitSettings:
     """Largest number of labels whose logits are in memory at a time."""
     part: VocabularyPart | None = None
     """Which rows of the output layer this rank has; None: all."""
-    change: LogitChange = UNCHANGED
+    logit_change: LogitChange = UNCHANGED
     """How logits are made from the output of the output layer."""
 
 
@@ -97,11 +97,11 @@ class LabelLoss(Protocol):
         labels: Labels,
         *,
         collector: LossCollector | None = None,
-        change: LogitChange = UNCHANGED,
+        logit_change: LogitChange = UNCHANGED,
     ) -> torch.Tensor:
         """Return the sum of the labels' cross entropies, float32 scalar, from `hidden` [labels, width] and the output
         layer's `weight` [vocabulary, width]. `collector` gets the loss of each label, before it is multiplied by its
-        factor. `change`: how the logits are made from the product of `hidden` and `weight`."""
+        factor. `logit_change`: how the logits are made from the product of `hidden` and `weight`."""
         ...
 
 
@@ -110,10 +110,10 @@ class OutputLayer(nn.Linear):
     computed inside of the module that has the weight, because FSDP gathers a weight before its module's forward pass
     and reduces its gradient after the module's backward pass."""
 
-    def __init__(self, hidden: int, vocabulary: int, label_loss: LabelLoss, change: LogitChange = UNCHANGED):
+    def __init__(self, hidden: int, vocabulary: int, label_loss: LabelLoss, logit_change: LogitChange = UNCHANGED):
         super().__init__(hidden, vocabulary, bias=False)
         self.label_loss = label_loss
-        self.change = change
+        self.logit_change = logit_change
 
     def forward(
         self,
@@ -125,18 +125,18 @@ class OutputLayer(nn.Linear):
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels, each times its weight, float32 scalar or, without `label_ids`,
         the logits, float32 [labels, vocabulary]. `hidden`: [labels, width]; `collector` gets the loss of each label."""
-        # `change`: what the language model does to the product, such as scaling or capping the logits
+        # `logit_change`: what the language model does to the product, such as scaling or capping the logits
         if label_ids is None:
-            return self.change.apply(super().forward(hidden).float())
+            return self.logit_change.apply(super().forward(hidden).float())
         labels = Labels(label_ids, weights)
-        return self.label_loss(hidden, self.weight, labels, collector=collector, change=self.change)
+        return self.label_loss(hidden, self.weight, labels, collector=collector, logit_change=self.logit_change)
 
 
-def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
+def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, logit_change: LogitChange = UNCHANGED) -> LabelLoss:
     """Return the loss function that `loss.kernel` names: torch's, or the one of this module that computes the logits of
     a chunk at a time. `auto` is the one of this module, which was faster in all measurements. `compute_dtype` is the
     dtype of the hidden states. Raises ConfigError with `loss.kernel=torch`, if the installed torch has no such kernel
-    or would round the loss to 16 bits, or if the language model caps its logits (`change`)."""
+    or would round the loss to 16 bits, or if the language model caps its logits (`logit_change`)."""
     if cfg.kernel is not LossKernel.torch:
         loss = recomputed_loss if compute_dtype == torch.float16 else chunked_loss
         return partial(loss, chunk_tokens=cfg.chunk_tokens)
@@ -150,10 +150,10 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange
             f"{str(compute_dtype).removeprefix('torch.')} has only two or three digits; set loss.kernel=auto, or "
             "precision=fp32"
         )
-    if change.cap is not None:
+    if logit_change.cap is not None:
         raise ConfigError(
-            f"loss.kernel=torch: the language model caps its logits at {change.cap:g}, which torch's kernel cannot do; "
-            "set loss.kernel=auto"
+            f"loss.kernel=torch: the language model caps its logits at {logit_change.cap:g}, which torch's kernel "
+            "cannot do; set loss.kernel=auto"
         )
     return partial(torch_loss, chunk_tokens=cfg.chunk_tokens)
 
@@ -163,12 +163,12 @@ def whole_loss(
     weight: torch.Tensor,
     labels: Labels,
     collector: LossCollector | None = None,
-    change: LogitChange = UNCHANGED,
+    logit_change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once:
     `hidden` [labels, width], the output layer's `weight` [vocabulary, width]. `collector` gets the loss of each label.
-    `change` says how logits are made from the product of `hidden` and `weight`."""
-    logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
+    `logit_change` says how logits are made from the product of `hidden` and `weight`."""
+    logs = functional.log_softmax(logit_change.apply(functional.linear(hidden, weight).float()), dim=-1)
     record_losses(collector, logs, labels.ids)
     return summed_losses(logs, labels)
 
@@ -199,17 +199,18 @@ def chunked_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
     part: VocabularyPart | None = None,
-    change: LogitChange = UNCHANGED,
+    logit_change: LogitChange = UNCHANGED,
 ):
     """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output layer
     computes in the compute dtype, and its output is cast to float32. `hidden` is [labels, width]; `weight`,
     [vocabulary, width], is the output layer's or, with `part`, this rank's rows of it: all ranks that divide it must
-    then call this with the same labels. `collector` gets the loss of each label. `change` makes logits of that output.
+    then call this with the same labels. `collector` gets the loss of each label. `logit_change` makes logits of that
+    output.
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss`, which computes the logits
     of all labels at once, bit for bit.
     """
-    settings = LogitSettings(chunk_tokens, part, change)
+    settings = LogitSettings(chunk_tokens, part, logit_change)
     if torch.is_grad_enabled():
         return ChunkedLoss.apply(hidden, weight, labels, settings, collector)
     return ChunkedLoss.forward_alone(hidden, weight, labels, settings, collector)
@@ -221,7 +222,7 @@ def recomputed_loss(
     labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
-    change: LogitChange = UNCHANGED,
+    logit_change: LogitChange = UNCHANGED,
 ):
     """Compute the sum of the cross entropies of all labels in fp16, float32 scalar, a chunk at a time: `hidden` is
     [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again.
@@ -233,10 +234,12 @@ def recomputed_loss(
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(labels.ids):  # every rank needs a gradient to reduce, also without labels
         return total + (hidden.sum() + weight.sum()).float() * 0.0
-    for chunk, own in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+    for chunk, chunk_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
         # the backward pass calls `whole_loss` again, which then adds the losses to this collector a second time
         chunk_collector = LossCollector() if collector is not None else None
-        total = total + checkpoint(whole_loss, chunk, weight, own, chunk_collector, change, use_reentrant=False)
+        total = total + checkpoint(
+            whole_loss, chunk, weight, chunk_labels, chunk_collector, logit_change, use_reentrant=False
+        )
         if collector is not None and chunk_collector is not None:
             collector.chunks += chunk_collector.chunks
     return total
@@ -314,8 +317,8 @@ class ChunkedLoss(torch.autograd.Function):
         """Compute the sum of the cross entropies of all labels, float32 scalar, and no gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
         chunk_tokens = settings.chunk_tokens
-        for chunk, own in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(chunk, weight, own, settings, collector, differentiate=False)[0]
+        for chunk, chunk_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            total += loss_and_gradient(chunk, weight, chunk_labels, settings, collector, differentiate=False)[0]
         return total
 
 
@@ -330,13 +333,14 @@ def loss_and_gradient(
     """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
     [labels, width], `weight` [vocabulary, width]. If `differentiate` is set, also return its gradient with respect to
     the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None. With `settings.part`,
-    `weight` has this rank's rows of the vocabulary. `settings.change`: how logits are made from that layer's output."""
+    `weight` has this rank's rows of the vocabulary. `settings.logit_change`: how logits are made from that layer's
+    output."""
     output = functional.linear(hidden, weight)
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
     del output
-    settings.change.apply_in_place(wide)
-    slope = settings.change.slope(wide) if differentiate else 1.0
+    settings.logit_change.apply_in_place(wide)
+    slope = settings.logit_change.slope(wide) if differentiate else 1.0
     if settings.part is not None:
         loss, gradient = loss_and_gradient_of_part(wide, labels, settings.part, collector, differentiate)
         return loss, None if gradient is None else times(gradient, slope).to(weight.dtype)
@@ -409,13 +413,13 @@ def label_losses(
     labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
-    change: LogitChange = UNCHANGED,
+    logit_change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
     """Compute the cross entropy of each label, float32 [labels], a chunk at a time, for a loss of pairs of answers:
     `hidden` is [labels, width], `weight` [vocabulary, width]. The backward pass computes the logits again, because the
     factor of each label's gradient is known only then. `collector` gets nothing."""
     assert labels.weights is None, "a pair whose labels have weights is refused"
-    return LabelLosses.apply(hidden, weight, labels.ids, chunk_tokens, change)
+    return LabelLosses.apply(hidden, weight, labels.ids, chunk_tokens, logit_change)
 
 
 class LabelLosses(torch.autograd.Function):
@@ -430,16 +434,16 @@ class LabelLosses(torch.autograd.Function):
         weight: torch.Tensor,
         label_ids: torch.Tensor,
         chunk_tokens: int,
-        change: LogitChange,
+        logit_change: LogitChange,
     ) -> torch.Tensor:
         """Return the cross entropy of each label, float32 [labels], from the logits of one chunk at a time, which are
-        not kept. `change`: how logits are made from the output of the output layer."""
+        not kept. `logit_change`: how logits are made from the output of the output layer."""
         ctx.save_for_backward(hidden, weight, label_ids)
-        ctx.chunk_tokens, ctx.change = chunk_tokens, change
+        ctx.chunk_tokens, ctx.logit_change = chunk_tokens, logit_change
         collector = LossCollector()
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
             if len(ids):
-                whole_loss(chunk, weight, Labels(ids), collector, change)
+                whole_loss(chunk, weight, Labels(ids), collector, logit_change)
         return torch.cat([hidden.new_zeros(0, dtype=torch.float32), *collector.chunks])
 
     @staticmethod
@@ -452,7 +456,7 @@ class LabelLosses(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for begin in range(0, len(label_ids), ctx.chunk_tokens):
             rows = slice(begin, begin + ctx.chunk_tokens)
-            of_logits = gradient_of_logits(hidden[rows], weight, label_ids[rows], upstream[rows], ctx.change)
+            of_logits = gradient_of_logits(hidden[rows], weight, label_ids[rows], upstream[rows], ctx.logit_change)
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if of_weight is not None:
@@ -461,15 +465,16 @@ class LabelLosses(torch.autograd.Function):
 
 
 def gradient_of_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, change: LogitChange
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, logit_change: LogitChange
 ) -> torch.Tensor:
     """Return the gradient of a sum of cross entropies, each times a factor, with respect to the output of the output
     layer, [labels, vocabulary] in the dtype of `weight`: `hidden` is [labels, width], `weight` [vocabulary, width],
     `ids` int64 [labels], and `upstream` are the factors, float32 [labels]. They are multiplied in before the gradient
-    is rounded, because in fp16 they have the loss scale in them. `change`: the model's factor and cap of the logits."""
+    is rounded, because in fp16 they have the loss scale in them. `logit_change`: the model's factor and cap of the
+    logits."""
     wide = functional.linear(hidden, weight).float()
-    change.apply_in_place(wide)
-    slope = change.slope(wide)
+    logit_change.apply_in_place(wide)
+    slope = logit_change.slope(wide)
     gradient = torch.softmax(wide, dim=-1)
     gradient[torch.arange(len(ids), device=ids.device), ids] -= 1
     return times(gradient, slope).mul_(upstream[:, None]).to(weight.dtype)
@@ -481,15 +486,15 @@ def torch_loss(
     labels: Labels,
     chunk_tokens: int,
     collector: LossCollector | None = None,
-    change: LogitChange = UNCHANGED,
+    logit_change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy, from hidden states
     [labels, width] and the output layer's weight [vocabulary, width]. The kernel does not return the losses of single
-    labels, so nothing is appended to `collector`. `change` of the logits: it may have a factor, but no cap."""
-    assert change.cap is None, "refused by choose_loss"
+    labels, so nothing is appended to `collector`. `logit_change` of the logits: it may have a factor, but no cap."""
+    assert logit_change.cap is None, "refused by choose_loss"
     assert labels.weights is None, "a dataset with weights between 0 and 1 is refused before the first step"
-    if change.factor != 1.0:
-        hidden = hidden * change.factor
+    if logit_change.factor != 1.0:
+        hidden = hidden * logit_change.factor
     if not len(labels.ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

@@ -22,10 +22,12 @@ def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Modul
         finally:
             for model in models:
                 model.train()
-                forget_passes(model)  # else the next backward pass would gather the weights of the evaluation again
+                reshard_and_forget_order(
+                    model
+                )  # else the next backward pass would gather the weights of the evaluation again
 
 
-def forget_passes(model: nn.Module) -> None:
+def reshard_and_forget_order(model: nn.Module) -> None:
     """Free the weights that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
 
     FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass. If

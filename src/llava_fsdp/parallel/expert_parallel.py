@@ -66,12 +66,12 @@ def share_experts(
         for name, parameter in list(module.named_parameters(recurse=False)):
             rows = parameter.detach().chunk(size)[index].contiguous()
             if parameter.requires_grad or shards_frozen:
-                own = DTensor.from_local(rows, mesh[EXPERT], [Shard(0)], run_check=False)
+                shard = DTensor.from_local(rows, mesh[EXPERT], [Shard(0)], run_check=False)
                 sharded.append(module)
             else:
                 placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-                own = DTensor.from_local(rows, mesh, placements, run_check=False)
-            module.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+                shard = DTensor.from_local(rows, mesh, placements, run_check=False)
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
     others = tuple(name for name in mesh.mesh_dim_names or () if name != EXPERT)
     return SharedExperts(list(dict.fromkeys(sharded)), mesh[others])
 
@@ -169,16 +169,16 @@ def run_shared(
         exchange: collectives between the ranks that share the experts.
     """
     choices, size = chosen.shape[1], exchange.size
-    own = module.num_experts // size
+    experts_per_rank = module.num_experts // size
     experts = chosen.flatten()
     order = experts.argsort(stable=True)  # pairs of a token and a choice by expert, and so by rank
     # `sent`: number of pairs for each expert, int64 [ranks, experts of a rank]; `route`: the numbers of rows that go to
     # and come from each rank, and the expert of each row that comes
-    sent = torch.zeros(size * own, dtype=torch.int64, device=experts.device)
-    sent = sent.scatter_add(0, experts, torch.ones_like(experts)).view(size, own)
+    sent = torch.zeros(size * experts_per_rank, dtype=torch.int64, device=experts.device)
+    sent = sent.scatter_add(0, experts, torch.ones_like(experts)).view(size, experts_per_rank)
     route = exchange.route(sent, len(experts))
     rows = exchange.rows(hidden[order // choices], route.send, route.receive)
-    found = exchange.rows(run_own(OwnExperts(module, own), rows, route.numbers), route.receive, route.send)
+    found = exchange.rows(run_own(OwnExperts(module, experts_per_rank), rows, route.numbers), route.receive, route.send)
     place = torch.empty_like(order)  # where each pair is in `order`
     place[order] = torch.arange(len(order), device=order.device)
     return (found[place].view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
@@ -207,8 +207,8 @@ def share_experts_on_meta(language_model: Any, modules: Sequence[nn.Module], siz
     run_with(language_model, MetaExchange(size), f"{NAME}_meta_{size}")
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            own = nn.Parameter(parameter.detach().chunk(size)[0].clone(), parameter.requires_grad)
-            module.register_parameter(name, own)
+            shard = nn.Parameter(parameter.detach().chunk(size)[0].clone(), parameter.requires_grad)
+            module.register_parameter(name, shard)
 
 
 class OwnExperts:

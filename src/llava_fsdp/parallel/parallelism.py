@@ -83,7 +83,7 @@ class Parallelism:
         return self.layout.place(self.world.rank)
 
     @property
-    def line(self) -> dist.ProcessGroup | None:
+    def pipeline_group(self) -> dist.ProcessGroup | None:
         """The ranks that together have all stages of the model for the same rows, this one included: squares of
         gradient norms are summed over them. None: each rank has the whole model."""
         return self.meshes.pipeline.get_group("pipeline") if self.meshes.pipeline is not None else None

@@ -11,7 +11,8 @@ from llava_fsdp.runtime.text.progress import StageLine
 
 def main() -> None:
     """Run `llava-fsdp plan`. torch is imported after the command line is checked, because that takes seconds."""
-    words = sys.argv[1:]
+    # `from=` is the key `runs`: a field of a configuration class cannot have the name of a Python keyword
+    words = sys.argv[1:] = [f"runs={w.removeprefix('from=')}" if w.startswith("from=") else w for w in sys.argv[1:]]
 
     def task(cfg: PlanConfig) -> None:
         """Check the configuration, and print the plan."""

@@ -36,8 +36,8 @@ from llava_fsdp.plan.measured_runs import Correction, find_correction
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
-from llava_fsdp.plan.search.auto import chosen_kinds, settle_packing, smallest_context
-from llava_fsdp.plan.search.layouts import Planned, Search, Searcher, Ways
+from llava_fsdp.plan.search.auto import chosen_overrides, settle_packing, smallest_context
+from llava_fsdp.plan.search.layouts import LayoutChoices, Planned, Search, Searcher
 from llava_fsdp.plan.search.longest import longest
 from llava_fsdp.plan.search.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.show.longest_page import write_page as write_longest
@@ -90,7 +90,7 @@ class MadePlan:
     """None without `parallel.search`."""
     searched_cfg: PlanConfig
     """The configuration whose layouts are searched."""
-    ways: Callable[..., Ways]
+    ways: Callable[..., LayoutChoices]
     """(planner, configuration, number of ranks) -> all ways to train with the layout of that configuration."""
 
 
@@ -175,19 +175,19 @@ def make_plan(
     world_size = cfg.gpus * cfg.nodes
     factor = 1.0 if correction is None else correction.factor
 
-    def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
+    def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> LayoutChoices:
         tensor = tried.parallel.tensor
         ranks = RankCounts(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
         strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline, tried.parallel.expert > 1)
         splits = splits_to_try(planner, tried, world_size, chooses_size(cfg))
-        return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
+        return LayoutChoices(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
 
     def planner_of(tried: PlanConfig) -> Planner:
         return Planner(tried, machine, parts=parts, correction=factor)
 
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
-        own = ways(planner_of(tried), tried)
-        return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits, watch)
+        layout = ways(planner_of(tried), tried)
+        return layout.planner, plan_rows(layout.planner, layout.choices, layout.ranks, layout.splits, watch)
 
     search = None
     # All modes are compared, so a mode that the configuration sets must not rule out kinds of parallelism.
@@ -207,7 +207,7 @@ def chooses_size(cfg: PlanConfig) -> bool:
     return not isinstance(cfg.tokens_per_micro_batch, int)
 
 
-def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[..., Ways]) -> Planned:
+def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[..., LayoutChoices]) -> Planned:
     """Return the fastest way to train on `world_size` GPUs. `known`: the fastest one on all GPUs of `cfg`, which is not
     searched again; `ways`: returns all ways to train with one layout of ranks (`MadePlan.ways`).
 
@@ -286,14 +286,16 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
     # without packing, the planner chooses the size of micro-batches, too
     chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
-    kinds = chosen_kinds(cfg.parallel, parallel)  # overrides of `parallel` that the planner chose
-    own = OWN_KEYS | ({"parallel", "parallel.search", *(word.partition("=")[0] for word in kinds)} if kinds else set())
+    kinds = chosen_overrides(cfg.parallel, parallel)  # overrides of `parallel` that the planner chose
+    own_keys = OWN_KEYS | (
+        {"parallel", "parallel.search", *(word.partition("=")[0] for word in kinds)} if kinds else set()
+    )
     # what the planner chose, and keys that `train` does not have, are not copied from the user's words
-    kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
+    kept = [word for word in typed if key_of(word) not in own_keys and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
     # 1 is the default of a kind of parallelism
-    planned = [overrides_of(row), *(word for word in kinds if not word.endswith("=1"))]
+    planned = [overrides_of(row.choice), *(word for word in kinds if not word.endswith("=1"))]
     if SHARD_PLANS[row.choice.strategy].mesh is Mesh.HYBRID and cfg.sharding.shard_size is not None:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
     if row.choice.offload is OffloadMode.nvme and cfg.offload.folder is not None:

@@ -115,7 +115,7 @@ class PlanRow:
     """What a rank runs in a step."""
     bytes: dict[str, int]
     """Bytes on the device at the memory peak of a step, by category, and their `total`."""
-    moment: str
+    peak_moment: str
     """When in a step the most device memory is used."""
     at_rest: dict[str, int]
     """Bytes of parameters, gradients and optimizer state after a step, on the device or offloaded."""
@@ -284,7 +284,7 @@ class Planner:
         return other
 
     @property
-    def cut(self) -> tuple[int, int, int]:
+    def parallel_sizes(self) -> tuple[int, int, int]:
         """Sizes of `parallel.context`, `parallel.tensor` and `parallel.expert`, which together with the micro-batch
         decide the memory of a layer's activations on a rank."""
         parallel = self.cfg.parallel
@@ -347,8 +347,7 @@ class Planner:
         """Measure the activation memory of a micro-batch, or return what was measured before. `mode`: `none`, `full` or
         `selective`; `compiled`: whether blocks are compiled; None: as the training does in this mode."""
         compiled = self.compiles(mode) if compiled is None else compiled
-        # `self.cut`: how many ranks share rows, layers and experts
-        key = self.cut, compiled, mode, micro
+        key = self.parallel_sizes, compiled, mode, micro
         if key not in self.measured:
             one_row = micro.rows == 1
             meter = *key[:-1], micro.part, one_row
@@ -391,7 +390,7 @@ class Planner:
         """Return the activation memory of a micro-batch, interpolated linearly in its tokens between the next smaller
         and the next larger one of `sizes`, whose memory is measured. If there are no such two, or their passes have
         different numbers of segments, the memory of the micro-batch is measured. `sizes`: the smallest first."""
-        key = self.cut, compiled, mode, micro
+        key = self.parallel_sizes, compiled, mode, micro
         around = [(a, b) for a, b in itertools.pairwise(sizes) if a.tokens < micro.tokens < b.tokens]
         if not around or key in self.measured:
             return self.segments(mode, micro, compiled)
@@ -466,7 +465,7 @@ class Planner:
         number, ledger = max(ledgers.items(), key=lambda item: sum(item[1].worst.values()))
         group = groups[number]
         # offloaded shards take their padding along; at rest, only the weights' elements are reported
-        at_rest, stored = (self.held(choice, same_part, index, group, padded) for padded in (False, True))
+        at_rest, stored = (self.state_bytes(choice, same_part, index, group, padded) for padded in (False, True))
         host, disk = self.off_device(offload, SHARD_PLANS[strategy], stored)
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
@@ -482,7 +481,7 @@ class Planner:
             shard_size=same_part.shard_size,
             micro_batches=micros,
             bytes={**ledger.worst, "total": sum(ledger.worst.values())},
-            moment=ledger.moment + (f" (pipeline group {number} of {len(groups)})" if len(groups) > 1 else ""),
+            peak_moment=ledger.moment + (f" (pipeline group {number} of {len(groups)})" if len(groups) > 1 else ""),
             at_rest={"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
             host=host,
             disk=disk,
@@ -494,7 +493,7 @@ class Planner:
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
 
-    def held(self, choice: Choice, ranks: RankCounts, rank: int, group: Group, padded: bool = True) -> Bytes:
+    def state_bytes(self, choice: Choice, ranks: RankCounts, rank: int, group: Group, padded: bool = True) -> Bytes:
         """Return the bytes of parameters, gradients and optimizer state that a rank holds.
 
         Args:
@@ -519,17 +518,18 @@ class Planner:
                 divided=divided,
             )
 
-        return self.cached((group, "held", choice.strategy, ranks, rank, choice.offload, padded), compute)
+        return self.cached((group, "state bytes", choice.strategy, ranks, rank, choice.offload, padded), compute)
 
     def units(
-        self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
+        self, group: Group, choice: Choice, shards: int, offloads_gradients: bool = False, passes_through: bool = False
     ) -> dict[str, Unit]:
-        """Return the FSDP units of a group of ranks, whose weights are sharded over `shards` ranks. `is_away`: the
-        shards' gradients are offloaded. `passes_through`: offloaded shards are copied to the device first."""
+        """Return the FSDP units of a group of ranks, whose weights are sharded over `shards` ranks.
+        `offloads_gradients`: the shards' gradients are offloaded. `passes_through`: offloaded shards are copied to the
+        device first."""
         plan, precision = SHARD_PLANS[choice.strategy], self.cfg.precision
         return self.cached(
-            (group, "units", choice.strategy, shards, is_away, passes_through),
-            lambda: units_of(group.weights, plan, precision, shards, is_away, passes_through),
+            (group, "units", choice.strategy, shards, offloads_gradients, passes_through),
+            lambda: units_of(group.weights, plan, precision, shards, offloads_gradients, passes_through),
         )
 
     def ranks_of_same_part(self, ranks: RankCounts) -> RankCounts:
@@ -581,7 +581,7 @@ class Planner:
         sent = replace(sent, muon=muon.received, muon_exchanges=muon.calls)
         flops = sample_flops(self.flops, self.samples)
         # the vision part is not divided: each of the ranks that compute layers together computes it for itself
-        tower = self.flops.tile * self.samples.tiles
+        tower = self.flops.vision * self.samples.tiles
         shared = (
             self.cfg.parallel.num_context if self.model.attends_by_mask else 1
         )  # each rank of a row runs all images
@@ -644,7 +644,7 @@ class Planner:
         """Return the bytes of the hidden states that one stage sends to the next."""
         return micro.tokens * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
 
-    def own_hidden_bytes(self, micro: MicroBatchSizes) -> int:
+    def local_hidden_bytes(self, micro: MicroBatchSizes) -> int:
         """Return the bytes of the hidden states at the first rank's positions, between layers."""
         width = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
         return MicroBatches([micro]).own_tokens(self.tensor) * width
@@ -676,22 +676,24 @@ class Planner:
         run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
         stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
         # whether a stage's first block keeps its positions of the received states; else they are computed again
-        takes_own = self.tensor > 1 and mode is ActivationCheckpointing.none
+        keeps_local_input = self.tensor > 1 and mode is ActivationCheckpointing.none
         segments = {
             (number, micro): segments_of_stage(
-                self.passes(mode, [micro], between)[0], stack, blocks, number == 0,
-                number == parallel.num_stages - 1, self.hidden_bytes(micro), self.own_hidden_bytes(micro), takes_own,
+                self.passes(mode, [micro], between)[0], stack, blocks, number == 0, number == parallel.num_stages - 1,
+                self.hidden_bytes(micro), self.local_hidden_bytes(micro), keeps_local_input,
             )
             for number, blocks in group.stages.items()
             for micro in set(run)
         }  # fmt: skip
-        stored = self.held(choice, ranks, rank, group)
-        # `input_bytes`: (bytes for the whole step, bytes of each micro-batch); only the first stage gets images
-        kept, _ = self.input_bytes(micros)
-        _, inputs = self.input_bytes(micros if group.has_first else [replace(m, tiles=0) for m in micros])
-        buffers = self.buffer_bytes + kept
+        stored = self.state_bytes(choice, ranks, rank, group)
+        step_input_bytes, _ = self.input_bytes(micros)
+        shown = micros if group.has_first else [replace(m, tiles=0) for m in micros]  # only the first stage gets images
+        _, micro_input_bytes = self.input_bytes(shown)
+        buffers = self.buffer_bytes + step_input_bytes
         updating = self.muon_cost(group, choice, ranks).buffers
-        states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, updating, (max(inputs),))
+        states = States(
+            stored.parameters, stored.gradients, stored.optimizer, buffers, updating, (max(micro_input_bytes),)
+        )
         _, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
         units = self.units(group, choice, shards)
         order = self.cached(
@@ -744,16 +746,16 @@ class Planner:
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
         chains = sum(number - 1 not in group.blocks for number in group.blocks)  # lists of consecutive blocks
-        mixtures = self.mixtures(group)
+        expert_blocks = self.count_expert_blocks(group)
         # number of experts whose tokens are counted, in all blocks together; a training counts them only where each
         # sample is on one rank, without `parallel.context`
-        counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
+        counted = self.router.experts * expert_blocks if expert_blocks and self.cfg.parallel.num_context == 1 else 0
         volume = self.cached(
             (group, "layers", share, counted),
             lambda: layer_volume(
                 self.model,
-                self.plan_of(group),
-                blocks=len(group.blocks) - mixtures,
+                self.cuts_of_group(group),
+                blocks=len(group.blocks) - expert_blocks,
                 chains=chains,
                 size=self.tensor,
                 recomputed=share,
@@ -765,10 +767,10 @@ class Planner:
         moved = volume.of(micros, self.cfg.loss.chunk_tokens, 1 if is_last else len(micros))
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
-    def mixtures(self, group: Group) -> int:
+    def count_expert_blocks(self, group: Group) -> int:
         """Return how many blocks of a group (the part of the model that one rank of a pipeline has) have experts."""
         stack = find_blocks(self.model.language)
-        key = group, "mixtures"
+        key = group, "blocks with experts"
         return self.cached(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
 
     @property
@@ -783,7 +785,7 @@ class Planner:
             self.known_values[key] = compute()
         return self.known_values[key]
 
-    def plan_of(self, group: Group) -> dict[str, Cut]:
+    def cuts_of_group(self, group: Group) -> dict[str, Cut]:
         """Return how a group's weights are divided among the ranks that compute layers together, by full name of a
         module or parameter. Only the first stage has the embedding, and only the last one the output layer."""
         stack, ends = stack_name(self.model) + ".", {Cut.EMBEDDING: group.has_first, Cut.OUTPUT: group.has_last}
@@ -802,7 +804,7 @@ class Planner:
             return sent
         token_bytes = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
         moved, calls = expert_volume(
-            ExpertLayers(self.mixtures(group), self.router.experts, self.router.choices, token_bytes),
+            ExpertLayers(self.count_expert_blocks(group), self.router.experts, self.router.choices, token_bytes),
             size,
             tokens=micros.own_tokens(self.tensor),
             micro_batches=len(micros),
@@ -871,18 +873,21 @@ class Planner:
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         group = self.groups(choice)[0]
-        stored = self.held(choice, ranks, rank, group)
-        kept, inputs = self.input_bytes(micros)  # bytes of inputs: held for the whole step, held by each micro-batch
-        states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
+        stored = self.state_bytes(choice, ranks, rank, group)
+        step_input_bytes, micro_input_bytes = self.input_bytes(micros)
+        buffers = self.buffer_bytes + step_input_bytes
+        states = replace(self.on_device(choice.offload, plan, stored, buffers), inputs=micro_input_bytes)
         if self.cfg.optim.is_muon:
             states = replace(states, updating=self.muon_cost(group, choice, ranks).buffers)
         # a single rank uses FSDP only if it has parts of layers, or offloads weights
         if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
-        is_away = not states.gradients  # the shards' gradients are offloaded
-        passes_through = is_away and self.machine.device != "cpu"  # offloaded shards are copied to the device first
-        units = self.units(group, choice, shards, is_away, passes_through)
+        offloads_gradients = not states.gradients  # the shards' gradients are offloaded
+        passes_through = (
+            offloads_gradients and self.machine.device != "cpu"
+        )  # offloaded shards are copied to the device first
+        units = self.units(group, choice, shards, offloads_gradients, passes_through)
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:

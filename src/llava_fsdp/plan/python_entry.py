@@ -22,5 +22,5 @@ def plan(cfg: Config, gpus: int = 1, nodes: int = 1, gpu: str = "auto") -> list[
     """
     from llava_fsdp.plan.main import plan_objects
 
-    own: dict[str, Any] = {field.name: getattr(cfg, field.name) for field in fields(Config)} | {"format": Format.text}
-    return plan_objects(PlanConfig(**own, gpus=gpus, nodes=nodes, gpu=gpu, rows=1, page="", longest=False))
+    keys: dict[str, Any] = {field.name: getattr(cfg, field.name) for field in fields(Config)} | {"format": Format.text}
+    return plan_objects(PlanConfig(**keys, gpus=gpus, nodes=nodes, gpu=gpu, rows=1, page="", longest=False))

@@ -138,7 +138,7 @@ def total_of(column: np.ndarray) -> int:
     return int(column.sum(dtype=np.int64))
 
 
-def most_tokens(samples: Samples, count: float) -> int:
+def likely_most_tokens(samples: Samples, count: float) -> int:
     """Estimate the most tokens of `count` random samples: three standard deviations above the mean, rarely exceeded."""
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
@@ -172,13 +172,13 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     # samples of a step for each group of ranks that process the same rows
-    per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
+    samples_per_row_group = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     splits: dict[MicroBatchSizes, list[MicroBatchSizes]] = {}
     if not cfg.packs:
-        for count in range(1, math.ceil(per_rank) + 1):
-            rows = math.ceil(per_rank / count)
+        for count in range(1, math.ceil(samples_per_row_group) + 1):
+            rows = math.ceil(samples_per_row_group / count)
             # this sampler needs micro-batches of equal size
-            if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != per_rank:
+            if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != samples_per_row_group:
                 continue
             micro = micro_batch(samples, rows, cfg.data.sample_tokens, rows)
             splits.setdefault(micro, [micro] * rounded(count))
@@ -188,7 +188,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
                 "sampler=llava_v1_5 needs it to be"
             )
         return list(splits.values())
-    most = max(cfg.data.sample_tokens, most_tokens(samples, per_rank))
+    most = max(cfg.data.sample_tokens, likely_most_tokens(samples, samples_per_row_group))
     for count in range(1, max(1, math.ceil(most / cfg.data.sample_tokens)) + 1):
         # rows of a multiple of 256 tokens, which have room for the longest sample
         tokens = max(cfg.data.sample_tokens, 256 * math.ceil(most / count / 256))
@@ -202,17 +202,16 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
     # `rounded` raises a number of micro-batches to one that the pipeline's schedule can run
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     # samples of a step for each group of ranks that process the same rows
-    per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
+    samples_per_row_group = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:
-        rows = min(cfg.micro_batch_size, math.ceil(per_rank))
+        rows = min(cfg.micro_batch_size, math.ceil(samples_per_row_group))
         micro = micro_batch(samples, rows, cfg.data.sample_tokens, rows)
-        return [micro] * rounded(max(1, math.ceil(per_rank / cfg.micro_batch_size)))
+        return [micro] * rounded(max(1, math.ceil(samples_per_row_group / cfg.micro_batch_size)))
     if cfg.sampler.name is SamplerName.llava_v1_5:  # this sampler packs any micro_batch_size samples into a row
         size = cfg.micro_batch_size
-        tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, most_tokens(samples, size)))
-        return [micro_batch(samples, 1, tokens, size)] * rounded(max(1, math.ceil(per_rank / size)))
-    # `most_tokens` estimates the tokens of random samples: three standard deviations above their mean
-    most = max(cfg.data.sample_tokens, most_tokens(samples, per_rank))
-    count = rounded(max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens)))
+        tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, likely_most_tokens(samples, size)))
+        return [micro_batch(samples, 1, tokens, size)] * rounded(max(1, math.ceil(samples_per_row_group / size)))
+    most = max(cfg.data.sample_tokens, likely_most_tokens(samples, samples_per_row_group))
+    count = rounded(max(1, math.ceil(samples_per_row_group * samples.tokens / cfg.row_tokens)))
     tokens = min(cfg.row_tokens, max(cfg.data.sample_tokens, math.ceil(most / count)))
     return [packed_row(samples, tokens, context)] * count

@@ -78,7 +78,7 @@ def prepare(cfg: PrepareConfig) -> None:
         log().info("%s", remark)
     for name, (report, folder) in reports.items():
         if not report["kept"]:
-            kinds = ", ".join(f"{kind} ({own['records']:,})" for kind, own in report["problems"].items())
+            kinds = ", ".join(f"{kind} ({problem['records']:,})" for kind, problem in report["problems"].items())
             raise DataError(
                 f"{name or 'data'}: none of {report['records']:,} records is left to train on ({kinds}); fix them: all "
                 f"reasons are in {folder / PAGE}"
@@ -148,13 +148,13 @@ def show(report: dict[str, Any], folder: Path) -> None:
     if lengths["samples"]:
         percentiles = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
         console.print(f"tokens of a sample before truncation: mean {lengths['mean']:.1f}; up to {percentiles}")
-    sums = {name: sum(own["taught"][name] for own in report["sources"]) for name in ("split", "repeated")}
+    sums = {name: sum(source["taught"][name] for source in report["sources"]) for name in ("split", "repeated")}
     if sums["split"]:
         console.print(
             f"{report['samples']:,} samples of {report['kept']:,} records: the template rewrites earlier turns of "
             f"{sums['split']:,} records, of whose tokens {sums['repeated']:,} are read repeatedly"
         )
-    labels, weight = (sum(own[name] for own in report["sources"]) for name in ("label_tokens", "label_weight"))
+    labels, weight = (sum(source[name] for source in report["sources"]) for name in ("label_tokens", "label_weight"))
     if weight != labels:
         console.print(f"mean weight of a label: {weight / labels:.3g}")
     if report["examined"] is not None:

@@ -32,7 +32,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
     """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
-    split = sum(own["taught"].get("split", 0) for own in report["sources"])
+    split = sum(source["taught"].get("split", 0) for source in report["sources"])
     if split:
         counts = f"{report['samples']:,} samples (the template rewrites earlier turns of {split:,} records) of {counts}"
     counts += f"{out['too_long']:,} as too long."
@@ -56,16 +56,19 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
     """Yield HTML tables of the data sources in report.json (`report`) and, if one has several files, of all files, the
     worst first."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
-    rows = ([own["name"], own["file"], *cells_of(own), *(own[name] for name in more)] for own in report["sources"])
+    rows = (
+        [source["name"], source["file"], *cells_of(source), *(source[name] for name in more)]
+        for source in report["sources"]
+    )
     yield table(["source", "file", *COLUMNS, *with_spaces(more[:-1]), "folder of images"], rows)
     if len(report["files"]) == len(report["sources"]):
         return
-    files = sorted(report["files"], key=lambda own: badness(own, report["sources"]))
-    paths = [own["file"] for own in files]
+    files = sorted(report["files"], key=lambda file: badness(file, report["sources"]))
+    paths = [file["file"] for file in files]
     # the beginning that the first and the last path in alphabetical order share, all paths share
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(paths), max(paths), strict=False))
     shared_folder = "".join(character for character, _ in same).rpartition("/")[0]
-    bad = sum(bool(own["left_out"] or own["problems"]) for own in files)
+    bad = sum(bool(file["left_out"] or file["problems"]) for file in files)
     head = f"{len(files):,} files, {bad:,} of them with skipped records or problems."
     order = "most skipped records first, then most problems, then a share of labels that is far from the source's"
     below = f" All paths begin with {escape(shared_folder)}/." if shared_folder else ""
@@ -73,8 +76,8 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
     # with a single source, the column of sources stays empty, so that `table` leaves it out
     names = ["source" if len(report["sources"]) > 1 else None, "file", *COLUMNS]
     lines = [
-        [own["name"] if names[0] else None, own["file"].removeprefix(f"{shared_folder}/"), *cells_of(own)]
-        for own in files[: WORST + FOLDED]
+        [file["name"] if names[0] else None, file["file"].removeprefix(f"{shared_folder}/"), *cells_of(file)]
+        for file in files[: WORST + FOLDED]
     ]
     yield table([text or "" for text in names], lines[:WORST])
     if len(lines) > WORST:
@@ -91,8 +94,8 @@ def taught(report: dict[str, Any]) -> Iterator[str]:
         "thought": "labels of thoughts", "calls": "of calls", "text": "of texts", "repeated": "tokens read repeatedly",
     }  # fmt: skip
     rows = [
-        [own["name"], *(own["taught"].get(key, 0) for key in names), f"{mean_weight(own):.3g}"]
-        for own in report["sources"]
+        [source["name"], *(source["taught"].get(key, 0) for key in names), f"{mean_weight(source):.3g}"]
+        for source in report["sources"]
     ]
     yield table(["source", *names.values(), "mean weight of a label"], rows)
     yield (
@@ -179,7 +182,8 @@ def problems(report: dict[str, Any]) -> Iterator[str]:
         yield "<p>None.</p>\n"
         return
     by_source = {
-        kind: {own["name"]: own["problems"][kind] for own in sources if kind in own["problems"]} for kind in kinds
+        kind: {source["name"]: source["problems"][kind] for source in sources if kind in source["problems"]}
+        for kind in kinds
     }
     yield table(
         ["kind", "records", "sources" if len(sources) > 1 else "", "kept or skipped", "meaning"],

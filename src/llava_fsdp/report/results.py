@@ -86,7 +86,7 @@ def results_of(run: RunRecord) -> Results:
     seconds, lowest, memory = history.sums["seconds"], history.lowest_loss, history.most("peak_memory_bytes")
     losses, scores = ([row[key] for row in run.validations if row.get(key) is not None] for key in ("loss", "score"))
     return Results(
-        steps=history.step,
+        steps=history.last_step,
         loss=history.loss,
         lowest_loss=None if lowest is None else lowest[0],
         val_loss=min(losses, default=None),

@@ -45,7 +45,7 @@ def header(run: RunRecord) -> str:
     lines.append(("reason" if run.end is run.status else "note", run.reason))
     lines += [("note", f"{n:,} lines of {name} could not be read and are skipped.") for name, n in run.unread.items()]
     if lost := run.num_lost:
-        lines.append(("note", f"{lost:,} of {run.history.step:,} steps have no row in metrics.jsonl."))
+        lines.append(("note", f"{lost:,} of {run.history.last_step:,} steps have no row in metrics.jsonl."))
     lines.append(("note", f"As of {format_time(time.time())}."))
     return heading("run", run.name, *lines, state=state)
 
@@ -69,7 +69,7 @@ def tiles(run: RunRecord) -> str:
         "memory": f", peak of rank 0{plan}",
         "waits for data": ", share of the time",
     }
-    values = [(f"{history.step:,}", f"of {total:,} steps" if isinstance(total, int) else "steps")]
+    values = [(f"{history.last_step:,}", f"of {total:,} steps" if isinstance(total, int) else "steps")]
     values += [
         (text, (loss_name([history.window]) if name == "loss" else name) + details.get(name, ""))
         for name in SHOWN
@@ -87,4 +87,4 @@ def remaining(run: RunRecord) -> str:
     total, pace = run.about.get("total_steps"), run.history.mean("seconds")
     if not isinstance(total, int) or pace is None or run.state not in ("running", "stopping"):
         return "training"
-    return f"training; {duration((total - run.history.step) * pace)} left"
+    return f"training; {duration((total - run.history.last_step) * pace)} left"

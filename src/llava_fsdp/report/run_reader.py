@@ -80,9 +80,8 @@ class RunRecord:
     @property
     def num_lost(self) -> int:
         """Number of steps without a row in metrics.jsonl, because the file was truncated or damaged."""
-        # `history.step`: number of the last step; `history.steps`: number of rows
         first = min((start["step"] for start in self.starts), default=0)
-        return max(0, self.history.step - first - self.history.steps) if self.starts else 0
+        return max(0, self.history.last_step - first - self.history.num_rows) if self.starts else 0
 
     @property
     def end(self) -> dict[str, Any]:
@@ -249,7 +248,7 @@ def read_metrics(run: RunRecord) -> None:
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             first_problem = first_problem or f"line {number}: {str(error)[:200]}"
             run.unread[path.name] = run.unread.get(path.name, 0) + 1
-    if run.unread.get(path.name) and not run.history.steps:
+    if run.unread.get(path.name) and not run.history.num_rows:
         raise DataError(
             f"{path} has {run.unread[path.name]} lines, and none is a step of a training ({first_problem}); is this "
             "the output_dir of one?"
@@ -258,7 +257,7 @@ def read_metrics(run: RunRecord) -> None:
 
 def read_validations(run: RunRecord) -> list[dict[str, Any]]:
     """Return a row of validation.jsonl for each validated step, up to the last step that `read_metrics` has read."""
-    return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
+    return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.last_step)
 
 
 def read_rows(run: RunRecord, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
@@ -312,7 +311,11 @@ def check_validation(row: dict[str, Any]) -> None:
     if type(row["step"]) is not int:
         raise ValueError("step")
     sources = (row.get("sources") or {}).values()
-    values = [own.get(key) for own in (row, *sources) for key in ("loss", "score", "label_tokens", "questions")]
+    values = [
+        values_of_source.get(key)
+        for values_of_source in (row, *sources)
+        for key in ("loss", "score", "label_tokens", "questions")
+    ]
     if not are_numbers([*values, row.get("thoughts_cut")]):
         raise ValueError("a loss or score is not a number")
     if not all(isinstance(answer, dict) for answer in row.get("answers") or []):

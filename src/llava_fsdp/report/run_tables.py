@@ -85,8 +85,8 @@ def validation_sources(run: RunRecord) -> Iterator[str]:
         return
     keys = {"label_tokens": ",", "loss": ".4f", "questions": ",", "score": ".1%"}
     lines = [
-        [name, *(None if own.get(key) is None else format(own[key], form) for key, form in keys.items())]
-        for name, own in [("all", row), *row["sources"].items()][:MOST_ROWS]
+        [name, *(None if source_row.get(key) is None else format(source_row[key], form) for key, form in keys.items())]
+        for name, source_row in [("all", row), *row["sources"].items()][:MOST_ROWS]
     ]
     score = f"score ({row['metric']})" if row.get("metric") else "score"
     yield section(

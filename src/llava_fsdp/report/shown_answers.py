@@ -19,8 +19,8 @@ def choose_answers(answers: Sequence[dict[str, Any]], most: int) -> list[dict[st
     for place, numbers in enumerate(by_source.values()):
         # in this order, every beginning of the list is spread evenly over the source
         even = sorted(range(len(numbers)), key=bits_reversed)
-        wrong_first = sorted(even, key=lambda own: answers[numbers[own]].get("score") == 1)
-        turns += [(turn, place, numbers[own]) for turn, own in enumerate(wrong_first)]
+        wrong_first = sorted(even, key=lambda place_in_numbers: answers[numbers[place_in_numbers]].get("score") == 1)
+        turns += [(turn, place, numbers[place_in_numbers]) for turn, place_in_numbers in enumerate(wrong_first)]
     return [answers[number] for number in sorted(number for _, _, number in sorted(turns)[:most])]
 
 

@@ -275,7 +275,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     def compare() -> None:
         """Compare the logits of the trained copy with those of the model in training, and those that transformers
         computes from the written weights with those that llava_fsdp computes."""
-        device, compute = next((own.device, own.dtype) for own in copies[0].parameters())
+        device, compute = next((parameter.device, parameter.dtype) for parameter in copies[0].parameters())
         batch = placed.map(lambda values: values.to(device))
         trained = logits(copies[0], batch).cpu()
         if cfg.model.quantize.mode is Quantizer.none:
@@ -303,9 +303,9 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
 
 def weights_in(folder: Path) -> dict[str, Stored]:
     """Return the weights in an exported folder by llava_fsdp's names, read as `model.checkpoint` is."""
-    cfg = read_model(folder, None, None)
+    cfg = read_model(folder)
     parts = find_parts(cfg)
-    return find_weights(build_architecture(parts, cfg, torch.float32), parts, cfg, None, 0)
+    return find_weights(build_architecture(parts, cfg, torch.float32), parts, cfg)
 
 
 def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: torch.dtype) -> None:

@@ -99,4 +99,6 @@ def reduction(gradient: torch.Tensor) -> Reduction | None:
     which the gradient is not replicated). None if it is not a DTensor."""
     if not isinstance(gradient, DTensor):
         return None
-    return gradient.device_mesh, tuple(n for n, own in enumerate(gradient.placements) if not own.is_replicate())
+    return gradient.device_mesh, tuple(
+        n for n, placement in enumerate(gradient.placements) if not placement.is_replicate()
+    )

@@ -116,8 +116,7 @@ def train_step(
     else:
         loss_sum = run_micro_batches(state, step, scale, sources, experts, pairs)
     with part("optimizer"):
-        # `line`: the ranks that together have all stages of a pipeline
-        norm = clip_gradients(state.masters, cfg.optim.clip, scale, state.parallelism.line)
+        norm = clip_gradients(state.masters, cfg.optim.clip, scale, state.parallelism.pipeline_group)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()

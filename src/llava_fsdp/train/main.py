@@ -90,7 +90,7 @@ def train(
     parts: RunParts | None = None,
     metric: ScoreFunction | None = None,
     events: Sequence[RunEvents] = (),
-    own: OwnParts = NONE,
+    own_parts: OwnParts = NONE,
     source: RecordSource | None = None,
 ) -> None:
     """Run a training, from its configuration to its export.
@@ -100,7 +100,7 @@ def train(
             ends.
         metric: function of the calling program that scores the answers of validations, in place of `val.metric`.
         events: observers of the calling program, which are told of each moment after those of the trainer.
-        own: parts of the model that the calling program gives.
+        own_parts: parts of the model that the calling program gives.
         source: records that the calling program gives in place of `data.path`.
     """
     parts = parts or RunParts()
@@ -108,7 +108,7 @@ def train(
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
-    own.check(cfg)
+    own_parts.check(cfg)
     cfg = with_source(cfg, source)
     check_run(cfg)
     answer_metric = choose_metric(cfg, metric)
@@ -128,11 +128,11 @@ def train(
         check_same_settings(cfg, gather_lists)
         cfg = agree_on_precision(cfg, world, has_bf16(world.device))
         cfg = settle_auto(cfg, world)
-        own.check(cfg)  # again, because `settle_auto` may have divided the model among ranks
+        own_parts.check(cfg)  # again, because `settle_auto` may have divided the model among ranks
         parallelism = Parallelism.of(cfg, world)
         parts.count_collectives = ranks.num_collectives(parallelism.meshes, world.device)
         continues_run = continues(cfg)
-        state = parts.state = build_state(cfg, parallelism, own)
+        state = parts.state = build_state(cfg, parallelism, own_parts)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps

@@ -130,8 +130,8 @@ def build_optimizer(
     decayed, parts = decayed_names(model), model.named_parts if isinstance(model, Architecture) else {}
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in masters.named.items():
-        own = local(parameter)
-        assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
+        part = local(parameter)
+        assert part.is_contiguous(), f"{name}: {tuple(part.shape)} with strides {part.stride()} cannot be trained"
         groups.setdefault((name not in decayed, base_lr(name, optim, parts)), []).append(parameter)
     if not groups and not is_part:
         raise ConfigError("model.train leaves nothing to train")

@@ -126,8 +126,8 @@ def test_ranks_of_a_row_have_the_same_records(kind: str, parts: Path, dataset: P
     cut = ContextCut(2, 1, paired=False) if kind == "context" else None
     steps = opened(parts, dataset, cut, f"parallel.{kind}=2", "parallel.pipeline=2").steps
     steps.world_size = 2
-    first, second, third, *_, other = (steps.records_of(0, [rank]) for rank in (0, 1, 2, 3, 4))
-    assert first == second == other != third and sorted(first + third) == sorted(steps.records_of(0, []))
+    first, second, third, *_, other = (steps.record_names_of_ranks(0, [rank]) for rank in (0, 1, 2, 3, 4))
+    assert first == second == other != third and sorted(first + third) == sorted(steps.record_names_of_ranks(0, []))
 
 
 def test_what_breaks_on_one_rank_is_left_out_on_all(parts: Path, dataset: Path, tmp_path: Path) -> None:

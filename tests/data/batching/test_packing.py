@@ -159,7 +159,7 @@ def test_rows_hold_no_more_where_short_samples_cost_most(seed: int) -> None:
     assert all(sum(lengths[i] for i in row) <= 1000 for row in rows)
 
 
-ONEVISION_7B = Flops(token=39_151_730_688, pair=602_112, label=3_269_984_256, tile=1_998_660_178_944)
+ONEVISION_7B = Flops(token=39_151_730_688, pair=602_112, label=3_269_984_256, vision=1_998_660_178_944)
 """Of model=llava_onevision_7b with all parts trained (`count_flops`)."""
 ONEVISION = ImageTokens(
     AspectRatio.anyres_max, 384, 729, tuple(grid_sizes([], 384, AspectRatio.anyres_max)), PatchMerge.spatial_unpad

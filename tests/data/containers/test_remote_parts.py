@@ -125,9 +125,12 @@ def test_files_of_the_step_before_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     files.fetch_ahead([ImageLocation("local.png"), ImageLocation(FILE.name, 0, 5), *map(ImageLocation, urls[::2])])
     assert events == ["forget", "a.tar:5 a.png:9"] and asked == [urls[::2]]
-    assert files.read(ImageLocation(urls[0])) == b"x" * 9 and files._found == {urls[0]: made[urls[0]], urls[2]: None}
+    assert files.read(ImageLocation(urls[0])) == b"x" * 9 and files._files_in_remote_folders == {
+        urls[0]: made[urls[0]],
+        urls[2]: None,
+    }
     files.fetch_ahead([ImageLocation(urls[1])])
-    assert events[2:] == ["forget", "b.png:9"] and list(files._found) == [urls[1]]
+    assert events[2:] == ["forget", "b.png:9"] and list(files._files_in_remote_folders) == [urls[1]]
     files.fetch_ahead([ImageLocation("local.png")])
     assert len(events) == 4, "nothing is asked for, and nothing forgotten"
     sent = pickle.loads(pickle.dumps(files))

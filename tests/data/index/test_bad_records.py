@@ -53,7 +53,7 @@ def test_every_fault_is_named_exactly(case: tuple[Path, list[str | None]], parts
     expected = [{kind, *ALSO.get(kind, ())} if kind else set() for kind in planted]
     assert kinds_found(records) == expected
     # and told with the record's number, its id and what to do
-    rows = list(records.index.rows())
+    rows = list(records.index.problems())
     assert [(r["record"], r["kind"]) for r in sorted(rows, key=lambda r: (r["record"], r["kind"]))] == sorted(
         (number, kind) for number, kinds in enumerate(expected) for kind in kinds
     )
@@ -85,7 +85,7 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
         facts = len(sample.input_ids), sample.num_labels, len(sample.images), sample.positions_cut, sample.labels_cut
         columns = records.lengths, records.labels, records.images, records.positions_cut, records.labels_cut
         assert facts == tuple(int(column[number]) for column in columns)
-        assert record.signed_words == records.words[number]
+        assert record.llava_length == records.words[number]
     refuse_bad_records(records, cfg.data)
 
 
@@ -104,7 +104,7 @@ def test_columns_without_skipped_records_are_files_of_the_index(
     for too_long in TooLong:
         cfg = config(parts, path, f"data.too_long={too_long.value}")
         records = open_again(cfg, parts)
-        index, numbers = records.index, records.numbers
+        index, numbers = records.index, records.kept_samples
         bits = mask(*records.dropped_kinds)
         flags = index.flags(0, len(index))
         assert numbers is not None and numbers.tolist() == np.flatnonzero((flags & bits) == 0).tolist()
@@ -125,7 +125,7 @@ def test_columns_without_skipped_records_are_files_of_the_index(
         aside = folder.rename(tmp_path / folder.name)
         folder.write_bytes(b"a file where the folder should be")
         unwritten = open_again(cfg, parts)
-        assert not isinstance(unwritten.numbers, np.memmap) and unwritten.fingerprint == records.fingerprint
+        assert not isinstance(unwritten.kept_samples, np.memmap) and unwritten.fingerprint == records.fingerprint
         assert {name: getattr(unwritten, name).tolist() for name in COLUMNS} == mapped
         assert unwritten.source_counts == records.source_counts
         folder.unlink()
@@ -326,7 +326,7 @@ def test_a_record_that_is_too_large_is_never_parsed(
     )
     records = open_again(small, parts)
     assert kinds_found(records) == [set(), {"record_too_large"}, set()] and set(parsed) == {0, 2}
-    (row,) = records.index.rows()
+    (row,) = records.index.problems()
     line = 2 if suffix == "jsonl" else 1
     assert row["reason"].startswith(f"{path}, line {line}, record 1 has {len(texts[1]):,} bytes, over data.max_record")
     assert [r.id for r in map(records.__getitem__, range(2))] == ["0", "2"] and records.fingerprint

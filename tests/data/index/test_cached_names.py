@@ -283,9 +283,9 @@ def test_the_tenth_version_is_newer_than_the_ninth(tmp_path: Path) -> None:
 def records_of(numbers: list[int] | None, content: str = "a") -> Any:
     """Records of three sources of 4, 1 and 3, of which these are kept."""
     records: Any = object.__new__(Records)
-    records.numbers = None if numbers is None else np.array(numbers, dtype=np.int64)
+    records.kept_samples = None if numbers is None else np.array(numbers, dtype=np.int64)
     records.index = SimpleNamespace(
-        store=SimpleNamespace(source_bounds=[0, 4, 5, 8], fingerprint=content), first_row=None
+        store=SimpleNamespace(source_bounds=[0, 4, 5, 8], fingerprint=content), first_sample=None
     )
     return records
 

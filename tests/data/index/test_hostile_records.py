@@ -30,7 +30,7 @@ def test_every_fault_is_named_in_every_container(kind: str, parts: Path, tmp_pat
 
     def look() -> tuple:
         records = open_again(config(parts, path), parts)
-        return kinds_found(records), list(records.index.rows())
+        return kinds_found(records), list(records.index.problems())
 
     found, rows = within_limits(look)
     assert found == [{kind, *ALSO.get(kind, ())} if kind else set() for kind in planted]

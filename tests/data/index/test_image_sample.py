@@ -159,7 +159,7 @@ def test_a_sample_finds_what_is_in_it_and_nothing_else(parts: Path, shards: Path
         cut(shards / "images" / name)
     records = open_again(cfg, parts)
     bad = [row for row in sample_of() if row % 2 == 0]
-    found = [records.index.store.record(row["record"]).images[0] for row in records.index.rows()]
+    found = [records.index.store.record(row["record"]).images[0] for row in records.index.problems()]
     assert sorted(found) == sorted(names[row] for row in bad) and 0 < len(bad) < len(names) // 2
     drawn = ImageSample((21,), 5).drawn_at_random
     own = records.index.examined
@@ -172,7 +172,7 @@ def test_a_sample_finds_what_is_in_it_and_nothing_else(parts: Path, shards: Path
     fresh = open_again(config(parts, shards, "sample", f"data.index={shards / 'fresh'}"), parts)
     assert again.num_wrong == fresh.num_wrong == len(bad) - 1 and again.index.examined == fresh.index.examined
     assert again.index.pictures.name.endswith(".1")
-    assert again.numbers is not None and again.numbers.tolist() == fresh.numbers.tolist()
+    assert again.kept_samples is not None and again.kept_samples.tolist() == fresh.kept_samples.tolist()
     with pytest.raises(DataError, match="records are wrong"):
         refuse_bad_records(again, cfg.data)
 
@@ -200,7 +200,7 @@ def test_a_file_that_is_added_changes_the_sample(size: int, parts: Path, shards:
     fresh = open_again(
         config(parts, shards, "sample", f"data.examine_images={size}", f"data.index={shards / 'f'}"), parts
     )
-    assert added.index.examined == fresh.index.examined and list(added.index.rows()) == list(fresh.index.rows())
+    assert added.index.examined == fresh.index.examined and list(added.index.problems()) == list(fresh.index.problems())
 
 
 @pytest.mark.parametrize(("most", "how"), [(21, Examine.decode), (20, Examine.sample)])
@@ -299,10 +299,10 @@ def test_of_a_remote_image_only_what_is_examined_is_fetched(how: Examine, parts:
     rows_of = sample_of(5, (21,))
     sizes: dict[int, list[int]] = {}
     for numbers in task.chunks:
-        decoded = task.decoded_images(*task.rows_of(numbers))
+        decoded = task.decoded_images(*task.image_range(numbers))
         for number in task.records_to_open(numbers, decoded):
             held = index.store.record(number).inline
-            needed = [task.bytes_to_fetch(decoded, (), number, name, place) for name, place in held.items()]
+            needed = [task.part_to_fetch(decoded, (), number, name, place) for name, place in held.items()]
             sizes[number] = [place.size for place in needed if place is not None]
     whole = {number: [(shards / "images" / row["image"]).stat().st_size] for number, row in enumerate(rows)}
     assert max(whole.values()) > [HEAD_BYTES]

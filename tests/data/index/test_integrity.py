@@ -41,7 +41,7 @@ def plan(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def refused(plan: Plan, look_again: bool) -> DamagedError:
     with pytest.raises(DamagedError) as caught:
         index = open_index(plan, watch_silently, look_again)
-        list(index.rows())
+        list(index.problems())
         index.flags(0, 10)
     assert caught.value.exit_code is ExitCode.USER
     return caught.value

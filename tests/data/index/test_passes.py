@@ -15,7 +15,7 @@ from llava_fsdp.data.images.check import HEAD_BYTES, ImageFacts
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index import build, record_store
-from llava_fsdp.data.index.build import Plan, encoding_of, is_part, last_look, note_look, pictures_name
+from llava_fsdp.data.index.build import Plan, encoding_of, is_complete_folder, last_look, note_look, pictures_name
 from llava_fsdp.data.index.examine.bad_records import describe_same_files, refuse_bad_records, remarks
 from llava_fsdp.data.index.examine.examine_passes import (
     ExaminePictures,
@@ -137,14 +137,14 @@ def test_which_images_are_opened(
     """To their ends where they are decoded, and else to where their sizes are."""
     task = with_store(pictures_pass(tmp_path, how, opens_all, [1, 0, 2, 3]), store_of(3, 1))
     assert PictureNames(tmp_path).names_of(2) == ["1.png", "2.png"] and PictureNames(tmp_path).names_of(1) == []
-    assert task.rows_of(range(2, 4)) == (1, 6)
+    assert task.image_range(range(2, 4)) == (1, 6)
     decoded = task.decoded_images(1, 6)
     assert list(decoded) == (list(range(1, 6)) if how is Examine.decode else [])
     assert list(task.records_to_open(range(4), decoded)) == opened
     place = ImageLocation("far", 7, HEAD_BYTES + 9)
-    needed = task.bytes_to_fetch(decoded, set(), 2, "1.png", place)
+    needed = task.part_to_fetch(decoded, set(), 2, "1.png", place)
     assert needed == (None if head is None else replace(place, size=HEAD_BYTES) if head else place)
-    assert task.bytes_to_fetch(decoded, {("images", "1.png", how is Examine.decode)}, 2, "1.png", place) is None
+    assert task.part_to_fetch(decoded, {("images", "1.png", how is Examine.decode)}, 2, "1.png", place) is None
 
 
 def test_a_sample_opens_the_records_of_its_images(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_look_at_all_bad_images_is_noted(tmp_path: Path) -> None:
 def test_parts_of_an_index() -> None:
     parts = ["texts", "records", "records-videos", "pictures-a.0", "encoded-a"]
     others = ["texts.tmp", "pictures-a.0.tmp", "encoded-a.parts", "chunks", "rows", "records-a"]
-    assert [name for name in (*parts, *others) if is_part(name)] == parts
+    assert [name for name in (*parts, *others) if is_complete_folder(name)] == parts
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def records_with(**values: Any) -> Any:
     names = [SourceFile("a", "a.json", "images"), SourceFile("b", "b.json", None)]
     store = SimpleNamespace(sources=names, parts=[SimpleNamespace(file=file) for file in names])
     rows = [{"kind": Kind.url, "reason": f"reason {n}"} for n in range(9)] + [{"kind": Kind.too_long, "reason": "long"}]
-    index = SimpleNamespace(store=store, rows=lambda: iter(rows), __len__=None)
+    index = SimpleNamespace(store=store, problems=lambda: iter(rows), __len__=None)
 
     class Sized(SimpleNamespace):
         def __len__(self) -> int:

@@ -96,7 +96,7 @@ def test_each_sample_is_a_row(thinking: Path, dataset: Path, tmp_path: Path, mon
 def test_one_sample_a_record_needs_no_columns(thinking: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = config(thinking, dataset, tmp_path, "data.answers=last")
     records = open_again(cfg, thinking)
-    assert len(records) == records.num_records == len(KEPT) and records.index.first_row is None
+    assert len(records) == records.num_records == len(KEPT) and records.index.first_sample is None
     names = {path.stem for path in records.index.encoded.glob("*.npy")}
     assert not names & {"samples", "first_turn", "last_turn", "first_row"}
 

@@ -135,7 +135,7 @@ def test_a_list_of_files_of_other_forms_is_one_source(parts: Path, dataset: Path
     assert made.items() <= made_of(tmp_path / "index").items(), "what was examined is examined again"
     with two.open("a") as file:
         file.write('{"id": "bad", "messages": [{"role": "user"}]}\n')
-    (wrong,) = open_again(listed(one, two, three), parts).index.rows()
+    (wrong,) = open_again(listed(one, two, three), parts).index.problems()
     assert wrong["record"] == 5 and f"{two}, line 3, record 2 (id bad)" in wrong["reason"]
 
 
@@ -155,7 +155,7 @@ def test_only_new_and_changed_files_are_examined(parts: Path, dataset: Path, tmp
     after = made_of(tmp_path / "index")
     assert {name: after[name] for name in before} == before and len(after) == len(before) + passes
     fresh = open_again(config(parts, dataset, tmp_path / "fresh", tmp_path / "shards"), parts)
-    assert samples(added) == samples(fresh) and list(added.index.rows()) == list(fresh.index.rows())
+    assert samples(added) == samples(fresh) and list(added.index.problems()) == list(fresh.index.problems())
     assert all(np.array_equal(getattr(added, name), getattr(fresh, name)) for name in COLUMNS)
     rows = json.loads(files[0].read_text())
     files[0].write_text(json.dumps(rows[:-1]))
@@ -189,7 +189,7 @@ def test_problems_are_numbered_in_all_files_and_named_in_their_own(parts: Path, 
         (tmp_path / "shards" / f"{number}.json").write_text(json.dumps(rows[2 * number : 2 * number + 2]))
     cfg = config(parts, dataset, tmp_path, tmp_path / "shards", "data.bad_records=skip", "data.max_bad_records=1")
     records = open_again(cfg, parts)
-    found = {row["kind"]: row for row in records.index.rows()}
+    found = {row["kind"]: row for row in records.index.problems()}
     assert {kind: row["record"] for kind, row in found.items()} == {"image_missing": 4, "duplicate_id": 5}
     assert f"{tmp_path}/shards/2.json, line 1, record 0 " in found["image_missing"]["reason"]
     assert f"record 0 on line 1 of {tmp_path}/shards/0.json has the same id" in found["duplicate_id"]["reason"]

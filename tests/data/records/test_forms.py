@@ -174,7 +174,7 @@ def test_every_form_gives_the_same_record(way: str) -> None:
     for raw, number in zip(made, numbers, strict=True):
         record, own = parse(raw), parse(BASE[number])
         assert (record.id, record.turns, record.has_image_key) == (own.id, own.turns, own.has_image_key), raw
-        assert record.signed_words == own.signed_words and record.unread is None
+        assert record.llava_length == own.llava_length and record.unread is None
         files = [record.inline.get(name, name) for name in record.images]
         inline = way == "openai_inline"
         assert files == [base64.b64decode(FILES[name]) if inline else name for name in own.images]
@@ -429,7 +429,7 @@ def test_problems_of_images_in_the_record(parts: Path, dataset: Path, tmp_path: 
     assert [{k for k in Kind if BITS[k] & own} for own in flags] == kinds
     assert [records[n].id for n in range(len(records))] == ["0", "5"]
     assert all(np.array_equal(*pair) for pair in zip(steps.read(0)[1], steps.read(1)[1], strict=True))
-    assert all(len(row["reason"]) < 500 for row in records.index.rows())
+    assert all(len(row["reason"]) < 500 for row in records.index.problems())
     heads = prepared(path, parts, dataset, "data.images=null", "data.examine=head", f"data.index={tmp_path / 'i'}")
     assert not heads.records.index.flags(0, 1)[0] and heads.records.index.flags(2, 3)[0] == BITS[Kind.image_empty]
 

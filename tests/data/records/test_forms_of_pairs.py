@@ -90,7 +90,7 @@ def test_every_published_form_is_the_same_pair(name: str) -> None:
     record = parse(PUBLISHED[name])
     assert record.turns == (Turn("human", "<image>\nWhat?"), Turn("gpt", "A cat."))
     assert record.rejected == Turn("gpt", "A dog.")
-    assert record.images == ("a.png",) and record.not_obeyed is None and record.unread is None
+    assert record.images == ("a.png",) and record.key_not_obeyed is None and record.unread is None
 
 
 # A column of a table has one type.
@@ -148,4 +148,4 @@ def test_answers_that_are_not_rated_or_rated_alike_make_no_pair(completions: Any
 
 
 def test_a_pair_that_is_not_asked_for_is_refused_as_before() -> None:
-    assert parse_record(Path("a.json"), 0, PUBLISHED["LLaVA"] | {"messages": None}).not_obeyed is not None
+    assert parse_record(Path("a.json"), 0, PUBLISHED["LLaVA"] | {"messages": None}).key_not_obeyed is not None

@@ -179,7 +179,7 @@ def test_weights_of_characters_are_read(name: str, tmp_path: Path) -> None:
 
 
 def not_obeyed(found: Record) -> str | None:
-    return found.not_obeyed or found.weights_not_obeyed
+    return found.key_not_obeyed or found.weights_not_obeyed
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -204,12 +204,12 @@ def test_a_thought_belongs_to_its_answer(name: str, tmp_path: Path) -> None:
             (found,) = read(write(tmp_path / name, [record(form, "record", {key: thought})]))
             answers = [turn.thought for turn in found.turns if turn.role == "gpt"]
             if form == "query":
-                assert answers == [thought] and found.not_obeyed is None
+                assert answers == [thought] and found.key_not_obeyed is None
                 continue
-            assert answers == [None, None] and f'"{key}"' in str(found.not_obeyed)
+            assert answers == [None, None] and f'"{key}"' in str(found.key_not_obeyed)
             (found,) = read(write(tmp_path / name, [record(form, "turn", {key: thought})]))
             assert [turn.thought for turn in found.turns if turn.role == "gpt"] == [thought, None]
-            assert found.not_obeyed is None and found.unread_keys == ()
+            assert found.key_not_obeyed is None and found.unread_keys == ()
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -235,7 +235,7 @@ def test_keys_that_nothing_reads_are_told(name: str, tmp_path: Path) -> None:
         {"role": "assistant", "content": [{"type": "text", "text": "b", "weight": None}]},
     ]}  # fmt: skip
     (third,) = read(write(tmp_path / name, [part]))
-    assert third.unread_keys == ("messages[].content[].min_pixels",) and third.not_obeyed is None
+    assert third.unread_keys == ("messages[].content[].min_pixels",) and third.key_not_obeyed is None
     part["messages"][1]["content"][0]["weight"] = 0
     assert "part 0" in str(read(write(tmp_path / name, [part]))[0].weights_not_obeyed)
 
@@ -249,8 +249,8 @@ def test_the_better_answer_that_the_user_names_is_read(tmp_path: Path) -> None:
     raw = {"prompt": "a", "chosen": "b", "rejected": "c", "rejected_response": "d"}
     path = write(tmp_path / "a.jsonl", [raw])
     named = RecordFile(path, keys=RecordKeys("prompt", "chosen"))[0]
-    assert named.not_obeyed is None and named.turns[1].text == "b"
-    assert RecordFile(write(path, [raw | {"response": "b"}]), keys=RecordKeys("prompt", "response"))[0].not_obeyed
+    assert named.key_not_obeyed is None and named.turns[1].text == "b"
+    assert RecordFile(write(path, [raw | {"response": "b"}]), keys=RecordKeys("prompt", "response"))[0].key_not_obeyed
 
 
 def test_large_columns_are_told_from_their_statistics(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_refused_records_and_unread_keys_are_counted(name: str, parts: Path, dat
     assert records.index.unread_keys == {"one": {"persona": 2}, "two": {"messages[].name": 1}}
     assert make_report(records, cfg)["unread_keys"] == records.index.unread_keys
     assert "source one has keys that are not read: persona (2 records)" in remarks(records)
-    (row,) = records.index.rows()
+    (row,) = records.index.problems()
     assert row["kind"] == Kind.key_not_obeyed and "data.thoughts=train" in row["reason"] and row["id"] == "r0"
     original = open_again(config(parts, dataset, path, "data.path=null", *sources, *ORIGINAL), parts)
     assert original.index.flags(0, 6).tolist() == [refused, refused, 0, 0, 0, 0]

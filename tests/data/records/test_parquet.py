@@ -176,7 +176,7 @@ def test_bad_images_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_p
     path = write(tmp_path / "a.parquet", rows)
     records = opened(path, parts, dataset)
     assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.num_wrong == 2
-    (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
+    (reason,) = [row["reason"] for row in records.index.problems() if row["kind"] == "image_truncated"]
     assert f"record 1 (id 1): image y.png in {path}, " in reason and "is truncated after" in reason
     assert records[1].images == ("0.jpg",)
 
@@ -312,8 +312,8 @@ def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> 
         "r0",
         "r3",
     ]
-    assert [row["id"] for row in records.index.rows()] == ["r1", "r2"]
-    assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())
+    assert [row["id"] for row in records.index.problems()] == ["r1", "r2"]
+    assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.problems())
     with pytest.raises(DataError, match=r"record 1 \(id r1\) has [\d,]+ bytes"):
         RecordFile(path, 2000)[1]
 

@@ -39,9 +39,9 @@ def test_words_are_negative_without_the_key_for_images() -> None:
     """As LLaVA has it: a record with the key counts as one with an image, also if its value is empty."""
     turns = [{"from": "human", "value": "one two"}, {"from": "gpt", "value": "three"}]
     for keys, words in (({}, -3), ({"image": None}, 3), ({"image": []}, 3), ({"images": []}, -3)):
-        assert parse_record("a.json", 0, {"conversations": turns, **keys}).signed_words == words
+        assert parse_record("a.json", 0, {"conversations": turns, **keys}).llava_length == words
     asked = [{"from": "human", "value": "<image>\none two"}, turns[1]]
-    assert parse_record("a.json", 0, {"conversations": asked, "images": ["a.png"]}).signed_words == 4
+    assert parse_record("a.json", 0, {"conversations": asked, "images": ["a.png"]}).llava_length == 4
 
 
 def test_compressed_records_are_read_without_an_index(tmp_path: Path) -> None:

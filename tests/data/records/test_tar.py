@@ -116,12 +116,12 @@ def test_hostile_samples_are_problems_of_their_kind(parts: Path, dataset: Path, 
         "far.json": {"conversations": ASKS, "image": outside},
     }  # fmt: skip
     records = opened(write(tmp_path / "a.tar", members), parts, dataset, "data.max_record_bytes=2000")
-    found = {row["id"]: row["kind"] for row in records.index.rows()}
+    found = {row["id"]: row["kind"] for row in records.index.problems()}
     assert found == {
         "none": "bad_form", "wrong": "bad_form", "large": "record_too_large", "film": "media_not_read",
         "broken": "image_truncated", "empty": "image_empty", "far": "bad_form", None: "bad_form",
     }  # fmt: skip
-    kinds = [row["kind"] for row in records.index.rows() if row["id"] is None]
+    kinds = [row["kind"] for row in records.index.problems() if row["id"] is None]
     assert sorted(kinds) == ["bad_form", "not_json", "not_json", "not_utf8"] and len(records) == 1
 
 

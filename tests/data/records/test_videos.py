@@ -9,7 +9,7 @@ import pytest
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms.parse_record import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES
-from llava_fsdp.data.records.record import HELD, Record, count_images, is_video
+from llava_fsdp.data.records.record import UNREAD_VALUE, Record, count_images, is_video
 from llava_fsdp.data.records.record_file import RecordFile, read_records
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError
@@ -155,5 +155,5 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     assert records[0].unread is None and records[1].unread is not None
     held = pa.table({"video": [{"bytes": b"x", "path": "a.mp4"}] * 2, "conversations": turns})
     write_table(held, tmp_path / "b.parquet")
-    assert all(HELD.encode() in line for line, _ in read_records(str(tmp_path / "b.parquet"), MOST_BYTES))
+    assert all(UNREAD_VALUE.encode() in line for line, _ in read_records(str(tmp_path / "b.parquet"), MOST_BYTES))
     assert RecordFile(tmp_path / "b.parquet")[0].unread is not None

@@ -166,8 +166,8 @@ def check_answers(form: ChatTemplate, theirs: Any, messages: list[dict[str, Any]
         target = theirs.decode(ids[len(asked) : ends.pop(len(asked))]).replace("▁", " ")
         content = messages[number]["content"]
         answer = content if isinstance(content, str) else content[0]["text"]
-        assert target.endswith(stop) and target.startswith(form.begin)
-        found = target.removeprefix(form.begin).removesuffix(stop)
+        assert target.endswith(stop) and target.startswith(form.text_before_answer)
+        found = target.removeprefix(form.text_before_answer).removesuffix(stop)
         assert answer.replace("▁", " ").strip() in (found.strip(), target.strip())
     assert not ends, "labels behind no prompt of the template"
     labelled = len(list(runs(sample.input_ids, sample.labels != IGNORE)))
@@ -302,7 +302,7 @@ def test_qwen3_writes_an_empty_thought_itself(tmp_path: Path) -> None:
     head = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert "".join(piece.text for piece in pieces) == f"{head}{THINK}b<|im_end|>\n"
     assert "".join(piece.text for piece in pieces if piece.supervised) == f"{THINK}b<|im_end|>"
-    assert "".join(piece.text for piece in form.write(turns[:1], "")) == head and form.begin == THINK
+    assert "".join(piece.text for piece in form.write(turns[:1], "")) == head and form.text_before_answer == THINK
     asked = form.write([*turns, Turn("human", "c")], "")
     assert "".join(piece.text for piece in asked) == (
         f"{head}\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
@@ -319,12 +319,12 @@ def test_what_a_template_writes_before_an_answer_is_no_part_of_its_text(name: st
     """As a model writes it, token by token; an answer without it, or with a part of it, is shown as it is."""
     form = own(PUBLISHED[name], tmp_path / "lm")
     sample = encoder(form, form.tokenizer, SpecialTokens.text)(record(("human", "a"), ("gpt", "the red circle")))
-    assert sample is not None and form.begin
+    assert sample is not None and form.text_before_answer
     written = sample.input_ids[sample.labels != IGNORE].tolist()
     stops = frozenset({written[-1]})
 
     def text_of(ids: list[int]) -> str:
-        answer = AnswerText(form.tokenizer, form.stop, stops, form.begin)
+        answer = AnswerText(form.tokenizer, form.stop, stops, form.text_before_answer)
         shown = "".join([*map(answer.push, ids), answer.close()])
         assert shown == answer.text
         return shown

@@ -35,7 +35,7 @@ from llava_fsdp.data.text.conversation import asked_turns, prompt
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt, truncate
 from llava_fsdp.data.text.tokens.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.tokens.tokenizer import open_tokenizer
-from llava_fsdp.export.write.chat_template import rehearse
+from llava_fsdp.export.write.chat_template import first_conversation_with_other_ids
 from llava_fsdp.export.write.processor import write_tokenizer as write_exported
 
 ONEVISION = (
@@ -356,7 +356,7 @@ def test_an_export_s_prompts_are_those_of_training(kind: str, spaces: str, tmp_p
     assert own_name(tmp_path / "export") == name
     again = open_template(name, tmp_path / "export", tokenizer)
     assert isinstance(form, ChatTemplate) and isinstance(again, ChatTemplate) and again.images == form.images
-    assert rehearse(tmp_path / "export", tokenizer, form, False) is None
+    assert first_conversation_with_other_ids(tmp_path / "export", tokenizer, form, False) is None
     if not case.has_videos:
         said = [{"role": "user", "content": "what is <video>?"}]
         asked = prompt([Turn("human", "what is <video>?")], form, False, False)
@@ -393,9 +393,9 @@ def test_images_come_in_the_order_of_the_template(tmp_path: Path) -> None:
     sample = case.encoder(record)
     assert sample is not None
     assert (
-        sample.places is not None
-        and sample.places == (1, 3, 0, 2)
-        and sample.images == tuple(names[n] for n in sample.places)
+        sample.record_positions is not None
+        and sample.record_positions == (1, 3, 0, 2)
+        and sample.images == tuple(names[n] for n in sample.record_positions)
     )
     assert [sample.place(n) for n in range(4)] == [1, 3, 0, 2]
     assert [len(rows) for rows in sample.image_rows] == [5, 5, 4, 3]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from llava_fsdp.config.bounds import TAKES, above_zero, at_least, refuse_other_texts
+from llava_fsdp.config.bounds import TAKES, above_zero, at_least, refuse_texts_except_auto
 from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     ContextHow,
@@ -76,7 +76,7 @@ class ParallelConfig:
         if self.pipeline == 1 and self.schedule is PipelineSchedule.interleaved:
             raise ConfigError("parallel.schedule=interleaved has no meaning with parallel.pipeline=1; set it to 1f1b")
         # for a text other than `auto`, in a key that takes a number or `auto`
-        refuse_other_texts(self, "parallel.")
+        refuse_texts_except_auto(self, "parallel.")
         at_least("parallel.context", self.num_context, 1)
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from llava_fsdp.config.bounds import AUTO, TAKES, above_zero, at_least, refuse_other_texts
+from llava_fsdp.config.bounds import AUTO, TAKES, above_zero, at_least, refuse_texts_except_auto
 from llava_fsdp.config.keys.data import HELDOUT, DataConfig, SamplerConfig, SourceConfig, StageConfig, ValConfig
 from llava_fsdp.config.keys.distributed import (
     ActivationCheckpointingConfig,
@@ -426,7 +426,7 @@ class TrainingKeys:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is not allowed."""
-        refuse_other_texts(self)
+        refuse_texts_except_auto(self)
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)
         at_least("seed", self.seed, 0)

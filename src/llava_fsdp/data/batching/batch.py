@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 
 from llava_fsdp.config import FULL_WEIGHT, Normalize
 
-Segments = (
-    tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-    | tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...], torch.Tensor]
-)
-"""Sample boundaries of a packed row: the fields `position_ids`, `cu_seqlens` and `lengths` of MicroBatch, and `shared`
-and `key_offsets` if samples share tokens."""
+
+class Segments(NamedTuple):
+    """Sample boundaries of a packed row: fields of MicroBatch, which explains them."""
+
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    lengths: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    key_offsets: torch.Tensor | None = None
+    """None if samples share no tokens."""
 
 
 class ForwardInputs(TypedDict):
@@ -89,13 +93,11 @@ class MicroBatch:
 
     @property
     def segments(self) -> Segments | None:
-        """Where the samples of a packed row begin and end, for attention: (`position_ids`, `cu_seqlens`, `lengths`)
-        and, if samples share their first tokens, also (`shared`, `key_offsets`): how many tokens each sample shares
-        with the one before it, and offsets that count these. None with padded rows."""
+        """Where the samples of a packed row begin and end, for attention. None with padded rows."""
         if not self.lengths:
             return None
-        edges = self.position_ids, self.cu_seqlens, self.lengths
-        return (*edges, self.shared, self.key_offsets) if self.shared else edges
+        key_offsets = self.key_offsets if self.shared else None
+        return Segments(self.position_ids, self.cu_seqlens, self.lengths, self.shared, key_offsets)
 
     @property
     def inputs(self) -> ForwardInputs:
@@ -160,7 +162,7 @@ class StepFacts:
     samples: int = 0
     tokens: int = 0
     """Number of text and image tokens, without padding."""
-    pairs: int = 0
+    token_pairs: int = 0
     """Sum of the squares of the samples' lengths, to which the cost of attention is proportional."""
     label_tokens: int = 0
     images: int = 0
@@ -213,7 +215,7 @@ def without_each(sums: dict[str, int], parts: Sequence[dict[str, int]]) -> dict[
     return {name: number - sum(part.get(name, 0) for part in parts) for name, number in sums.items()}
 
 
-COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")
+COUNTS = ("samples", "tokens", "token_pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")
 """Names of the StepFacts fields that are sums over the samples of a step."""
 
 

@@ -147,8 +147,10 @@ def shifted_weights(samples: list[Sample], pack: bool) -> np.ndarray:
     their rows and in units of 1 / FULL_WEIGHT; an empty array if all weights are 1."""
     if all(sample.weights is None for sample in samples):
         return np.zeros((1, 0), dtype=np.int32)
-    full = [np.full(len(own.labels), FULL_WEIGHT) if own.weights is None else own.weights for own in samples]
-    as_labels = [replace(own, labels=weights) for own, weights in zip(samples, full, strict=True)]
+    full = [
+        np.full(len(sample.labels), FULL_WEIGHT) if sample.weights is None else sample.weights for sample in samples
+    ]
+    as_labels = [replace(sample, labels=weights) for sample, weights in zip(samples, full, strict=True)]
     return (packed if pack else padded)(as_labels)[1].astype(np.int32)
 
 
@@ -207,7 +209,9 @@ def positions_from(lengths: tuple[int, ...], firsts: tuple[int, ...]) -> torch.T
 
 def shared_of(records: list[Sample]) -> tuple[int, ...]:
     """Return the field `shared` of MicroBatch for samples, of which a pair has two; zeros if nothing is shared."""
-    return tuple(n for own in records for n in ((0,) if own.rejected is None else (0, own.shared))) or (0,)
+    return tuple(
+        n for sample in records for n in ((0,) if sample.rejected is None else (0, sample.shared_prompt_tokens))
+    ) or (0,)
 
 
 def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.ndarray:

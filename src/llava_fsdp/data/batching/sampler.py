@@ -238,7 +238,9 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
     numbers by the method of the largest remainder. Fractions keep decimal numbers of the configuration exact.
     """
     if any(source.weight is None for source in sources.values()):
-        wanted = (Fraction(str(own.epochs or 1)) * count for own, count in zip(sources.values(), counts, strict=True))
+        wanted = (
+            Fraction(str(source.epochs or 1)) * count for source, count in zip(sources.values(), counts, strict=True)
+        )
         return [math.floor(amount + Fraction(1, 2)) for amount in wanted]
     weights = [Fraction(str(source.weight)) for source in sources.values()]
     parts = [sum(counts) * weight / sum(weights) for weight in weights]

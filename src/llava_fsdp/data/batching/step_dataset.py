@@ -116,7 +116,7 @@ class Steps(Dataset):
         micro_batches = [*micro_batches, *[[]] * (self.round_micro_batches(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:
             # a row of several ranks: read the images at this rank's positions or, if the model divides them itself, all
-            prepare = self.prepare_part if self.collate.images.divides else self.prepare_shared
+            prepare = self.prepare_divided_row if self.collate.images.divides else self.prepare_whole_row
             micros = [prepare(micro, facts, total) for micro in micro_batches]
             return Step(facts, micros)
         self.records.fetch_ahead({n for micro in micro_batches for n in micro})
@@ -137,7 +137,7 @@ class Steps(Dataset):
         sources = self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
         return SampleKeys(seeds, sources, numbers=numbers if self.has_pairs else [])
 
-    def prepare_part(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
+    def prepare_divided_row(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
         """Read and collate this rank's positions of a row that several ranks process together. Only images that have
         tokens at these positions are read.
 
@@ -184,11 +184,11 @@ class Steps(Dataset):
             row, own_tiles = shown_images(sample, here, reader.tokens.features, read, first_tiles)
             rows.append(row)
             tile_numbers.append(own_tiles)
-        kept = numbers if self.bad_records is BadRecords.skip else []
-        keys = replace(self.keys_of(facts.step, numbers), records=kept, tile_numbers=tile_numbers)
+        records_of_labels = numbers if self.bad_records is BadRecords.skip else []
+        keys = replace(self.keys_of(facts.step, numbers), records=records_of_labels, tile_numbers=tile_numbers)
         return self.collate(rows, facts, micro_batches, keys)
 
-    def prepare_shared(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
+    def prepare_whole_row(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
         """Read and collate a row that several ranks process together, for a model that divides it itself: every rank
         reads all of its images.
 
@@ -199,9 +199,9 @@ class Steps(Dataset):
         """
         self.records.fetch_ahead(set(numbers))
         rows = [self.read_or_black(number, facts) for number in numbers]
-        # the record of each label, with which `agree` finds the labels to remove
-        kept = numbers if self.bad_records is BadRecords.skip else []
-        keys = replace(self.keys_of(facts.step, numbers), records=kept)
+        # with which `agree` finds the labels to remove
+        records_of_labels = numbers if self.bad_records is BadRecords.skip else []
+        keys = replace(self.keys_of(facts.step, numbers), records=records_of_labels)
         return self.collate(rows, facts, micro_batches, keys)
 
     def read_or_black(self, number: int, facts: StepFacts) -> Row:
@@ -241,7 +241,7 @@ class Steps(Dataset):
             # Pairs of tokens, for the cost of attention: squared lengths. The two samples of a pair of answers do not
             # attend to each other, and are about equally long: half of the square. With one prompt for both, they are
             # counted as if they did.
-            pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.copies_prompt),
+            token_pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()) // (1 + self.copies_prompt),
             label_tokens=int(records.labels[chosen].sum()),
             images=int(records.images[chosen].sum()),
             tiles=int(records.tiles[chosen].sum()),
@@ -315,7 +315,7 @@ class Steps(Dataset):
                 f"{self.records.index.folder} is damaged; run llava-fsdp prepare"
             ) from error
 
-    def records_of(self, step: int, ranks: list[int]) -> list[str]:
+    def record_names_of_ranks(self, step: int, ranks: list[int]) -> list[str]:
         """Return the names of the records that some ranks process in a step; those of all ranks if `ranks` is empty.
         `ranks` are global ranks, of which several may process the same rows."""
         numbers = self.sampler.samples(step)
@@ -364,7 +364,7 @@ class Steps(Dataset):
                 sizes += [self.image_reader.size(record, rows[has_image][0].place(n)) for n in range(len(row[1]))]
         reader = self.image_reader
         if isinstance(reader, ProcessorImages):  # a video without a sample of its own would not be compared
-            reader = replace(reader, blanks={kinds: own for kinds, own in reader.blanks.items() if IMAGE in kinds})
+            reader = replace(reader, blanks={kinds: blank for kinds, blank in reader.blanks.items() if IMAGE in kinds})
         micro = Collator(reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         micro = replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
         return micro, sizes

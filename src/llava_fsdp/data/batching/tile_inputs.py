@@ -64,7 +64,7 @@ class TileInputs:
         for sample, images in rows:
             counts = [len(tiles) * per_tile for tiles in images]
             # of a pair, both answers; if they share the prompt, the images are only in the first one
-            for part in sample.parts[: 1 if sample.shared else None]:
+            for part in sample.parts[: 1 if sample.shared_prompt_tokens else None]:
                 new = [0] * len(counts) if part is sample.rejected else counts  # the rejected one adds no features
                 shown += zip(part.image_rows, new, strict=True)
                 firsts += [*itertools.accumulate(counts, initial=begin)][:-1]

@@ -58,7 +58,7 @@ class DataFiles:
         if not is_remote(location.file):
             return read_image(self._local(location.file), location, self._pages)
         try:  # a file of a remote folder, whose size `fetch_ahead` may have found out
-            file = self._found.get(location.file) or self._ahead.storage.stat(location.file)
+            file = self._files_in_remote_folders.get(location.file) or self._ahead.storage.stat(location.file)
             return read_image(RemoteReader(self._ahead, file), without_excess(location, file), self._pages)
         except RemoteGone:
             raise ImageError(
@@ -77,9 +77,9 @@ class DataFiles:
         if not wanted:
             return
         self._ahead.forget()
-        self._found.clear()
+        self._files_in_remote_folders.clear()
         in_folders = (location.file for location in wanted if location.file not in self.remote)
-        self._found.update(self._ahead.storage.stat_files(in_folders))
+        self._files_in_remote_folders.update(self._ahead.storage.stat_files(in_folders))
         ranges = (self._range(location, file) for location in wanted if (file := self._file(location.file)) is not None)
         # an empty range, or one past the end of the file, is refused when it is read
         self._ahead.fetch_ahead(
@@ -88,7 +88,7 @@ class DataFiles:
 
     def _file(self, url: str) -> RemoteFile | None:
         """Return a remote file of the dataset, or one that `fetch_ahead` has asked for; None if that does not exist."""
-        return self.remote.get(url) or self._found[url]
+        return self.remote.get(url) or self._files_in_remote_folders[url]
 
     def _range(self, location: ImageLocation, file: RemoteFile) -> Range:
         """Return the range of a remote file that must be read to get the image: its whole page if it is compressed. The
@@ -109,7 +109,7 @@ class DataFiles:
         return self._open[file]
 
     @cached_property
-    def _found(self) -> dict[str, RemoteFile | None]:
+    def _files_in_remote_folders(self) -> dict[str, RemoteFile | None]:
         """{URL of an image in a remote folder: its file, or None if it does not exist}; `fetch_ahead` fills it."""
         return {}
 

@@ -37,7 +37,7 @@ class ReadAhead:
     def fetch_ahead(self, ranges: Iterable[Range]) -> None:
         """Begin to download ranges, and return at once. Ranges beyond `most_ahead` bytes are not downloaded in advance.
         A range that is given twice is downloaded once, and kept until it was read twice."""
-        self._forget_parent()  # a forked process drops its parent's downloads, whose threads it lacks
+        self._drop_inherited_downloads()  # a forked process drops its parent's downloads, whose threads it lacks
         total = sum(size for _, _, size in self._ahead)
         for file_range in ranges:
             if file_range not in self._ahead:
@@ -49,7 +49,7 @@ class ReadAhead:
 
     def read(self, file: RemoteFile, offset: int, size: int) -> bytes:
         """Return exactly `size` bytes from byte `offset` on. Raise RemoteChanged if the file has other content now."""
-        self._forget_parent()  # a forked process drops its parent's downloads, whose threads it lacks
+        self._drop_inherited_downloads()  # a forked process drops its parent's downloads, whose threads it lacks
         wanted = (file, offset, size)
         future = self._ahead.get(wanted)
         if future is None:
@@ -76,7 +76,7 @@ class ReadAhead:
             self.cache.put(file.content, offset, data)
         return data
 
-    def _forget_parent(self) -> None:
+    def _drop_inherited_downloads(self) -> None:
         """After a fork, drop the downloads of the parent: their threads do not exist in this process."""
         if self._process != os.getpid():
             self._process = os.getpid()

@@ -159,7 +159,7 @@ class Index:
     """Counts of what truncation at each maximum length loses, int64 [data sources, limits, LOSSES]."""
     taught: np.ndarray
     """Counts of what is learnt, int64 [data sources, TAUGHT]."""
-    first_row: np.ndarray | None = None
+    first_sample: np.ndarray | None = None
     """Number of the first sample of each record, followed by the number of all samples, int64 [records + 1]; None if
     each record gives one sample."""
     examined: Examined | None = None
@@ -177,14 +177,14 @@ class Index:
 
     @property
     def num_samples(self) -> int:
-        return len(self) if self.first_row is None else int(self.first_row[-1])
+        return len(self) if self.first_sample is None else int(self.first_sample[-1])
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the problems of all records in blocks: (number of the block's first record, uint32 [block])."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def problems(self) -> Iterator[dict[str, Any]]:
         """Yield the problems as dicts with record (number), id, kind and reason: first those found when reading
         records, then duplicate ids, problems of images, and problems of token counts."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
@@ -331,8 +331,8 @@ def open_complete(plan: Plan, folder: Path, state: Path, pictures: Path, encoded
     except (BadJson, KeyError, TypeError, ValueError) as error:
         raise damaged_index(records / DONE, "it is not what was written") from error
     has_several = (encoded / f"{FIRST_ROW}.npy").is_file()
-    first_row = open_column(encoded, FIRST_ROW) if has_several else None
-    return Index(folder, store, records, pictures, encoded, limits, losses, taught, first_row, examined, unread_keys)
+    first_sample = open_column(encoded, FIRST_ROW) if has_several else None
+    return Index(folder, store, records, pictures, encoded, limits, losses, taught, first_sample, examined, unread_keys)
 
 
 def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -351,7 +351,7 @@ def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watc
     state.mkdir(exist_ok=True)
     parts_before = {*state.iterdir(), *chunk_parts(folder)}
     for part in state.iterdir():
-        if part.is_dir() and is_part(part.name):
+        if part.is_dir() and is_complete_folder(part.name):
             check_part(part, whole=look_again)
 
     def check_files_unchanged() -> None:
@@ -381,7 +381,7 @@ def build_index(plan: Plan, sources: list[DataSource], folder: Path, watch: Watc
     return open_complete(plan, folder, state, pictures, encoded)
 
 
-def is_part(name: str) -> bool:
+def is_complete_folder(name: str) -> bool:
     """Return whether a folder of the index is complete, by its name: while one is made, its name has a suffix."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))

@@ -48,7 +48,8 @@ class Records:
         """Folder of the columns without the skipped records."""
         count = self._count()
         is_all = count == index.num_samples
-        self.numbers = None if is_all else self._shared("numbers", count, np.dtype(np.int64), self._choose)
+        make = self._sample_numbers
+        self.kept_samples = None if is_all else self._computed_once("numbers", count, np.dtype(np.int64), make)
         """Number of each sample in the index, int64; None if all records are trained on."""
         self._sizes = PictureSizes(index.records, index.pictures)
 
@@ -67,24 +68,24 @@ class Records:
             self.num_wrong += int(np.count_nonzero(flags & counted_bits.astype(np.uint32)))
             is_kept = (flags & dropped_bits) == 0
             self.num_records += int(np.count_nonzero(is_kept))
-            samples += int(self._rows_of(begin, is_kept).sum())
+            samples += int(self._samples_of(begin, is_kept).sum())
         self.num_too_long = len(self.index) - self.num_records - self.num_wrong
         return samples
 
-    def _rows_of(self, begin: int, chosen: np.ndarray) -> np.ndarray:
+    def _samples_of(self, begin: int, chosen: np.ndarray) -> np.ndarray:
         """Return for each sample of some consecutive records whether its record is chosen, bool [samples]. A record
-        gives one or several samples (`first_row` is None if each gives one). `begin`: number of the first record;
+        gives one or several samples (`first_sample` is None if each gives one). `begin`: number of the first record;
         `chosen`: whether each is chosen, bool [records]."""
-        first = self.index.first_row
+        first = self.index.first_sample
         return chosen if first is None else np.repeat(chosen, np.diff(first[begin : begin + len(chosen) + 1]))
 
-    def _choose(self) -> Iterator[np.ndarray]:
+    def _sample_numbers(self) -> Iterator[np.ndarray]:
         """Yield the numbers in the index of the samples to train on, in blocks, int64 [block]: those of records without
         a problem for which records are skipped (a bit of `flags` for each kind of problem)."""
         # first: number of the first sample of each record; None if each record gives one sample
-        dropped_bits, first = mask(*self.dropped_kinds), self.index.first_row
+        dropped_bits, first = mask(*self.dropped_kinds), self.index.first_sample
         for begin, flags in self.index.blocks():
-            yield np.flatnonzero(self._rows_of(begin, (flags & dropped_bits) == 0)) + (
+            yield np.flatnonzero(self._samples_of(begin, (flags & dropped_bits) == 0)) + (
                 begin if first is None else int(first[begin])
             )
 
@@ -92,52 +93,54 @@ class Records:
         """Yield, in blocks, the number in the index of each sample that is trained on, int64 [block]."""
         for begin in range(0, len(self), BLOCK):
             end = min(begin + BLOCK, len(self))
-            yield np.arange(begin, end) if self.numbers is None else self.numbers[begin:end]
+            yield np.arange(begin, end) if self.kept_samples is None else self.kept_samples[begin:end]
 
-    def _shared(self, name: str, count: int, dtype: np.dtype, make: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+    def _computed_once(
+        self, name: str, count: int, dtype: np.dtype, make: Callable[[], Iterator[np.ndarray]]
+    ) -> np.ndarray:
         """Return a column [count] from the file `name` in the folder of columns without the skipped records; if it is
         missing, one process writes it first. `make`: function that yields its values in pieces."""
         return shared_column(self._kept / f"{name}.npy", count, dtype, make)
 
     def __len__(self) -> int:
-        return self.index.num_samples if self.numbers is None else len(self.numbers)
+        return self.index.num_samples if self.kept_samples is None else len(self.kept_samples)
 
     def number_in_index(self, number: int) -> int:
         """Return the number in the index of a sample's record."""
-        return self.record_of(self._row(number))
+        return self.record_of(self._sample_in_index(number))
 
-    def _row(self, number: int) -> int:
-        return number if self.numbers is None else int(self.numbers[number])
+    def _sample_in_index(self, number: int) -> int:
+        return number if self.kept_samples is None else int(self.kept_samples[number])
 
-    def record_of(self, row: int) -> int:
+    def record_of(self, sample: int) -> int:
         """Return the number of the record to which a sample belongs, given the sample's number in the index."""
-        first = self.index.first_row
-        return row if first is None else int(np.searchsorted(first, row, side="right")) - 1
+        first = self.index.first_sample
+        return sample if first is None else int(np.searchsorted(first, sample, side="right")) - 1
 
     def turns(self, number: int) -> tuple[int, int] | None:
         """Return the indices of the turns that are a sample's first and last answer; None if it has all answers of its
         record."""
         if self._turns is None:
             return None
-        first, last = (int(column[self._row(number)]) for column in self._turns)
+        first, last = (int(column[self._sample_in_index(number)]) for column in self._turns)
         return None if first < 0 else (first, last)
 
     @cached_property
     def _turns(self) -> list[np.ndarray] | None:
         """Columns with the turns of the first and of the last answer of each sample in the index, -1 for the only
         sample of its record; None if each record gives one sample."""
-        if self.index.first_row is None:
+        if self.index.first_sample is None:
             return None
         return [open_column(self.index.encoded, name) for name in (FIRST_TURN, LAST_TURN)]
 
     def is_first(self, number: int) -> bool:
         """Return whether a sample is the first one of its record."""
-        first = self.index.first_row
-        return first is None or int(first[self.number_in_index(number)]) == self._row(number)
+        first = self.index.first_sample
+        return first is None or int(first[self.number_in_index(number)]) == self._sample_in_index(number)
 
     def count_records(self, begin: int, end: int) -> int:
         """Return the number of records whose samples, all of them, are `begin` to `end` - 1."""
-        if self.index.first_row is None:
+        if self.index.first_sample is None:
             return end - begin
         return len({self.number_in_index(number) for number in range(begin, end)})
 
@@ -170,7 +173,7 @@ class Records:
         numbers_in_index = [self.number_in_index(number) for number in sorted(numbers)]
         if names is None:
             return self.index.store.fetch_ahead(numbers_in_index)
-        names_to_fetch = {self.number_in_index(number): own for number, own in names.items()}
+        names_to_fetch = {self.number_in_index(number): image_names for number, image_names in names.items()}
         # the function returns what to download of an image: all (its location), or nothing (None)
         self.index.store.fetch_ahead(
             numbers_in_index, lambda number, name, place: place if name in names_to_fetch[number] else None
@@ -185,19 +188,19 @@ class Records:
         about tokens (in `index.encoded`) have a value for each sample; others, for each record, which all its samples
         get."""
         values = open_column(folder, name)
-        is_record = folder != self.index.encoded and self.index.first_row is not None
-        if self.numbers is None and not is_record:
+        is_record = folder != self.index.encoded and self.index.first_sample is not None
+        if self.kept_samples is None and not is_record:
             return values
         # computed once, into a file that all processes map into memory
-        return self._shared(
+        return self._computed_once(
             name, len(self), values.dtype,
             lambda: (values[self.records_of(block) if is_record else block] for block in self._blocks()),
         )  # fmt: skip
 
-    def records_of(self, rows: np.ndarray) -> np.ndarray:
+    def records_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the number of the record of each sample, int64 [samples], given the samples' numbers in the index."""
-        first = self.index.first_row
-        return rows if first is None else np.searchsorted(first, rows, side="right") - 1
+        first = self.index.first_sample
+        return samples if first is None else np.searchsorted(first, samples, side="right") - 1
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -271,16 +274,16 @@ class Records:
     def samples_before(self, records: Sequence[int]) -> list[int]:
         """Return, for each record number in `records` (numbers in the index), how many of the samples that are trained
         on belong to earlier records."""
-        first = self.index.first_row  # for each record, the number of its first sample; None: each gives one sample
-        rows = records if first is None else first[np.array(records)]
-        return list(rows) if self.numbers is None else np.searchsorted(self.numbers, rows).tolist()
+        first = self.index.first_sample  # for each record, the number of its first sample; None: each gives one sample
+        samples = records if first is None else first[np.array(records)]
+        return list(samples) if self.kept_samples is None else np.searchsorted(self.kept_samples, samples).tolist()
 
     @cached_property
     def fingerprint(self) -> str:
         """Checksum of the content of the dataset's files, of which samples are trained on, and if a record gives
         several samples, of the turns of each."""
         whole = self.index.store.fingerprint
-        if self.numbers is None and self._turns is None:
+        if self.kept_samples is None and self._turns is None:
             return whole
         digest = hashlib.sha256(whole.encode())
         for block in self._blocks():
@@ -292,7 +295,7 @@ class Records:
 
     def left_out(self) -> Iterator[dict[str, Any]]:
         """Yield each problem of each skipped record as a dict with the record's name, the kind and the reason."""
-        for row in self.index.rows():
-            if row["kind"] in self.dropped_kinds:
-                where = self.index.store.name(row["record"])
-                yield {"record": where, "kind": row["kind"], "reason": row["reason"]}
+        for problem in self.index.problems():
+            if problem["kind"] in self.dropped_kinds:
+                where = self.index.store.name(problem["record"])
+                yield {"record": where, "kind": problem["kind"], "reason": problem["reason"]}

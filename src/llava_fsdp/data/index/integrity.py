@@ -97,7 +97,7 @@ def check_part(folder: Path, whole: bool) -> None:
     """Raise DamagedError if a file in a folder of an index is missing or its size has changed; with `whole`, also if
     its checksum has changed."""
     files = read_json(folder / DONE).get(FILES)
-    if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
+    if not isinstance(files, dict) or not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
         raise damaged_index(folder / DONE, "it is not what was written")
     for name, (known_size, known_sum) in files.items():
         path = folder / name

@@ -215,8 +215,8 @@ class RecordStore:
         facts = read_json(folder / DONE)
         try:
             require_kinds(facts, {"fingerprint": (str,), "max_record_bytes": (int,)})
-            self.sources = [source_from(own) for own in facts["sources"]]
-            self.parts = [part_from(own) for own in facts["parts"]]
+            self.sources = [source_from(raw) for raw in facts["sources"]]
+            self.parts = [numbered_file_from(raw) for raw in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
             """Checksum of the content of all files."""
             self.most_bytes: int = facts["max_record_bytes"]
@@ -336,12 +336,12 @@ class RecordStore:
 
 def source_from(raw: dict[str, Any]) -> DataSource:
     """Return a data source from its JSON in `done.json`. Raise BadJson, KeyError or TypeError if that is wrong."""
-    files = tuple(SourceFile(**require_kinds(own, kinds_of(SourceFile))) for own in raw["files"])
+    files = tuple(SourceFile(**require_kinds(file, kinds_of(SourceFile))) for file in raw["files"])
     require_kinds(raw, {"name": (str,), "path": (str,), "files": (list,)})
     return DataSource(raw["name"], raw["path"], files)
 
 
-def part_from(raw: dict[str, Any]) -> NumberedFile:
+def numbered_file_from(raw: dict[str, Any]) -> NumberedFile:
     """Return a record file from its JSON in `done.json`. Raise BadJson, KeyError or TypeError if that is wrong."""
     file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
     require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})

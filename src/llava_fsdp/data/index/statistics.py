@@ -103,8 +103,8 @@ def count_sources(records: Records) -> list[Counts]:
     found = [
         fill_counts(records, Counts(s.name, s.path, s.images, end - begin), kept) for s, (begin, end), kept in ranges
     ]
-    for own, taught in zip(found, records.index.taught.tolist(), strict=True):
-        own.taught = dict(zip(TAUGHT, taught, strict=True))
+    for counts, taught in zip(found, records.index.taught.tolist(), strict=True):
+        counts.taught = dict(zip(TAUGHT, taught, strict=True))
     return found
 
 
@@ -113,7 +113,7 @@ def count_files(records: Records) -> list[Counts]:
     parts = records.index.store.parts
     kept = records.samples_before(file_bounds(records).tolist())
     ranges = zip(parts, itertools.pairwise(kept), strict=True)
-    return [fill_counts(records, Counts(p.file.name, p.file.path, p.file.images, p.count), own) for p, own in ranges]
+    return [fill_counts(records, Counts(p.file.name, p.file.path, p.file.images, p.count), rows) for p, rows in ranges]
 
 
 def file_bounds(records: Records) -> np.ndarray:
@@ -256,7 +256,7 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
     """Yield each problem of each record as a dict for problems.jsonl, with the place of the record in its file."""
-    for row in records.index.rows():
+    for row in records.index.problems():
         file, index = records.index.store.locate(row["record"])
         yield {
             "kind": row["kind"],

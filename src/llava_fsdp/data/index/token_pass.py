@@ -101,13 +101,17 @@ class EncodeRecords(DatasetPass):
             if not measured:
                 continue
             rows[number - numbers.start] = self.rows(record, measured)
-            weights[number - numbers.start] = [own.sample.weight for own in kept_samples(measured)]
+            weights[number - numbers.start] = [encoded.sample.weight for encoded in kept_samples(measured)]
             losses += sum(map(self.count_losses, measured))
             taught += count_taught(record, measured, self.encoder)
-        values = np.array([row for own in rows for row in own], dtype=np.int32).reshape(-1, len(COUNTS))
+        values = np.array([row for rows_of_record in rows for row in rows_of_record], dtype=np.int32).reshape(
+            -1, len(COUNTS)
+        )
         columns: Columns = {name: np.ascontiguousarray(column) for name, column in zip(COUNTS, values.T, strict=True)}
-        counts = np.array([len(own) for own in rows], dtype=np.int32)
-        columns[LABEL_WEIGHT] = np.array([weight for own in weights for weight in own], dtype=np.int64)
+        counts = np.array([len(rows_of_record) for rows_of_record in rows], dtype=np.int32)
+        columns[LABEL_WEIGHT] = np.array(
+            [weight for weights_of_record in weights for weight in weights_of_record], dtype=np.int64
+        )
         return {**columns, ROW_COUNTS: counts, LOSSES_COLUMN: losses.reshape(-1), TAUGHT_COLUMN: taught}
 
     def rows(self, record: Record, measured: Sequence[MeasuredSample]) -> list[Row]:
@@ -115,17 +119,17 @@ class EncodeRecords(DatasetPass):
         record. Samples that truncation leaves without labels are left out (`kept_samples`); their labels count as lost
         by the last kept sample. `measured`: each sample as in training (`sample`) and not truncated (`whole`)."""
         kept = kept_samples(measured)
-        lost = sum(own.whole.num_labels for own in measured) - sum(own.whole.num_labels for own in kept)
+        lost = sum(encoded.whole.num_labels for encoded in measured) - sum(encoded.whole.num_labels for encoded in kept)
         rows = []
-        for own in kept:
-            sample = own.sample
+        for encoded in kept:
+            sample = encoded.sample
             lengths = [len(rows) for rows in sample.image_rows]  # number of tokens of each image
             tiles = sum(self.reader.count_tiles(record, sample.place(n), tokens) for n, tokens in enumerate(lengths))
             first, last = sample.turns or (-1, -1)  # indices of the first and the last answer; -1: it has all answers
-            cut = sample.labels_cut + (lost if own is kept[-1] else 0)
+            cut = sample.labels_cut + (lost if encoded is kept[-1] else 0)
             rows.append((
                 sample.length, sample.num_labels, len(sample.images), tiles,
-                sum(int(part.is_image.sum()) for part in sample.parts), sample.positions_cut, cut, own.whole.length,
+                sum(int(part.is_image.sum()) for part in sample.parts), sample.positions_cut, cut, encoded.whole.length,
                 first, last,
             ))  # fmt: skip
         return rows
@@ -141,9 +145,9 @@ class EncodeRecords(DatasetPass):
         if record.images and not self.reader.has_image_facts(record):
             return []  # the length is unknown because an image is bad, which the pass over images has reported
         measured = attempt(lambda: self.encoder.measure(record, self.limits), tell) or []
-        for own in measured:
-            tell_if_cut(record, own, self.encoder.max_length, tell)
-        if measured and not any(own.sample.num_labels for own in measured):
+        for encoded in measured:
+            tell_if_cut(record, encoded, self.encoder.max_length, tell)
+        if measured and not any(encoded.sample.num_labels for encoded in measured):
             tell_unlabelled(record, measured, self.encoder.max_length, tell)
         return measured
 
@@ -193,10 +197,10 @@ def count_taught(record: Record, measured: Sequence[MeasuredSample], encoder: En
     answers = sum(turn.role == "gpt" and turn.learnt for turn in encoder.teaching.chosen(asked_turns(record)))
     # the prompt before an answer is checked only if the model's own chat template has written it
     proven = answers if isinstance(encoder.template, ChatTemplate) else 0
-    wholes = [own.whole.input_ids for own in measured]
+    wholes = [encoded.whole.input_ids for encoded in measured]
     repeated = sum(common_length(one, other) for one, other in itertools.pairwise(wholes))
     parts = np.zeros(len(AnswerPart), dtype=np.int64)
-    for sample in (part for own in measured for part in own.sample.parts):
+    for sample in (part for encoded in measured for part in encoded.sample.parts):
         labels = sample.labels[1:] != IGNORE
         kinds = np.full(len(labels), AnswerPart.text) if sample.kinds is None else sample.kinds[1:]
         parts += np.bincount(kinds[labels], minlength=len(parts))
@@ -218,7 +222,7 @@ def tell_if_cut(record: Record, measured: MeasuredSample, max_length: int, tell:
 
 def tell_unlabelled(record: Record, measured: Sequence[MeasuredSample], max_length: int, tell: Tell) -> None:
     """Report to `tell` that the samples of a record have no labels after truncation to `max_length` tokens."""
-    cut = any(own.whole.num_labels for own in measured)
+    cut = any(encoded.whole.num_labels for encoded in measured)
     why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
     if not any(turn.learnt for turn in record.turns if turn.role == "gpt"):
         why = ": its keys say of every answer that it is not learnt (weight 0, loss false); take the record out"

@@ -152,5 +152,5 @@ def changed_rows(index: Index) -> list[str]:
         if len(digests) != end - begin:
             changed.append(f"{path} has {len(digests):,} records, and had {end - begin:,}")
         pairs = zip(range(begin, end), digests, strict=False)
-        changed += [f"{store.name(n)} is not what it was" for n, own in pairs if own != digests_before[n]]
+        changed += [f"{store.name(n)} is not what it was" for n, digest in pairs if digest != digests_before[n]]
     return changed

@@ -111,31 +111,34 @@ class ProcessorEncoder(AnswerEncoder):
     def encode(self, segments: list[Segment], names: Sequence[str], shapes: Sequence[Shape], where: str) -> Sample:
         """Encode the segments of a conversation, or of a prompt, as a sample that is not truncated. `names`: the
         record's images and videos. `shapes`: for each, what its tokens depend on. `where`: the record in messages."""
-        order = image_order(segments, len(names))
-        shapes = tuple(shapes[n] for n in order)
-        texts = dict(zip(order, self.expanded(shapes, where), strict=True))
+        image_numbers = image_order(segments, len(names))
+        shapes = tuple(shapes[n] for n in image_numbers)
+        texts = dict(zip(image_numbers, self.expanded(shapes, where), strict=True))
         # the segments, with what the processor writes in the place of each placeholder
-        shown = [own if own.image is None else Segment(texts[own.image], False, image=own.image) for own in segments]
-        form, special = self.template, self.special_tokens
-        adds_bos = form.adds_bos or self.adds_bos(segments)
-        made = encode_chat(shown, self.tokenizer, None, special, adds_bos, form.prompt_ends)
+        shown = [
+            segment if segment.image is None else Segment(texts[segment.image], supervised=False, image=segment.image)
+            for segment in segments
+        ]
+        template, special = self.template, self.special_tokens
+        adds_bos = template.adds_bos or self.adds_bos(segments)
+        made = encode_chat(shown, self.tokenizer, None, special, adds_bos, template.prompt_ends)
         text = self.processor_text(segments, made, shapes, where)
         # for each image, the index of the vision feature of each of its tokens
-        rows = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
-        if not all(map(len, rows)):
+        feature_indices = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
+        if not all(map(len, feature_indices)):
             raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
         # only stored if the text has the images in another order than the record's list of images
-        places = tuple(order) if order != sorted(order) else None
-        images = tuple(names[n] for n in order)
+        positions = tuple(image_numbers) if image_numbers != sorted(image_numbers) else None
+        images = tuple(names[n] for n in image_numbers)
         return Sample(
             made.ids,
             made.labels,
             images,
-            rows,
+            feature_indices,
             positions_cut=0,
             labels_cut=0,
             unlearnt=made.unlearnt,
-            places=places,
+            record_positions=positions,
             processor_text=text,
             prompt=made.prompt,
             kinds=made.kinds,
@@ -146,7 +149,7 @@ class ProcessorEncoder(AnswerEncoder):
         """Return whether the BOS token must be put before the segments: the tokenizer has one, and the text that the
         template has written does not begin with it."""
         bos = self.tokenizer.bos
-        text = next((own.text for own in segments if own.text), "")
+        text = next((segment.text for segment in segments if segment.text), "")
         # a BOS token without a text (`name` returns None) cannot have been written: "\0" begins no text
         return bos is not None and not text.startswith(self.tokenizer.name(bos) or "\0")
 
@@ -174,7 +177,7 @@ class ProcessorEncoder(AnswerEncoder):
                 Kind.special_token,
             )
         # index of the segment that begins the last answer with labels
-        last = max((n for n, own in enumerate(segments) if own.begins_answer and own.supervised), default=0)
+        last = max((n for n, segment in enumerate(segments) if segment.begins_answer and segment.supervised), default=0)
         places = [self.placeholder(shape) for shape in shapes]
         texts = split_at_images(segments[:last] if made.is_apart else segments, places)
         # whether the processor makes the ids of the sample from these texts; it does not if special tokens in the text
@@ -189,7 +192,7 @@ class ProcessorEncoder(AnswerEncoder):
         """Return the text that the processor puts in the place of each image and video of a sample. Raise DataError if
         it cannot prepare them, if it writes different texts for images of one size, or if the text of a video depends
         on the other videos."""
-        clips = tuple(own for own in shapes if isinstance(own, Clip))
+        clips = tuple(shape for shape in shapes if isinstance(shape, Clip))
         if clips and len(clips) < len(shapes) and self.processor.shares_tokens:
             raise DataError(
                 f"{where} has images and videos, and this model takes only one of both in a sample; make several "
@@ -198,21 +201,21 @@ class ProcessorEncoder(AnswerEncoder):
             )
         count = len(shapes) - len(clips)
         videos = iter(self.of_videos(clips, where) if clips else ())
-        return [next(videos) if isinstance(own, Clip) else self.of_image(own, count, where) for own in shapes]
+        return [next(videos) if isinstance(shape, Clip) else self.of_image(shape, count, where) for shape in shapes]
 
     def of_image(self, size: Size, count: int, where: str) -> str:
         """Return the text that the processor puts in the place of an image of a sample with `count` images. Raise
         DataError if it fails, or if it writes different texts for `count` images of this size."""
         known = self.expansions.get((size, count))
         if known is None:
-            own, *others = self.expand([size] * count, where)
-            if any(other != own for other in others):
+            expansion, *others = self.expand([size] * count, where)
+            if any(other != expansion for other in others):
                 raise DataError(
                     f"{where}: the model's processor writes different tokens for {count} images of one size, "
                     f"{size[0]} x {size[1]} pixels; give each image a record of its own",
                     Kind.image_shape,
                 )
-            known = self.expansions[size, count] = self.remembered([own])  # one string object for equal texts
+            known = self.expansions[size, count] = self.remembered([expansion])  # one string object for equal texts
         return known[0]
 
     def of_videos(self, clips: tuple[Clip, ...], where: str) -> tuple[str, ...]:
@@ -246,7 +249,7 @@ class ProcessorEncoder(AnswerEncoder):
     def expand(self, shapes: Sequence[Shape], where: str) -> list[str]:
         """Run the processor, and return the text that it puts for each image or video. Raise DataError if it fails."""
         try:
-            return self.processor.expand([self.placeholder(own) for own in shapes], shapes)
+            return self.processor.expand([self.placeholder(shape) for shape in shapes], shapes)
         except FAILURES as error:
             what = ", ".join(map(shown_shape, dict.fromkeys(shapes)))
             raise DataError(
@@ -274,14 +277,14 @@ class ProcessorEncoder(AnswerEncoder):
         labels, and its pixel values. Raise DataError if the processor can prepare none of the shapes."""
         made: list[tuple[Sample, Shape]] = []
         for shape in shapes:
-            name, segment = "blank", Segment(self.placeholder(shape), False, image=0)
+            name, segment = "blank", Segment(self.placeholder(shape), supervised=False, image=0)
             try:
                 made.append((self.encode([segment], [name], [shape], "a blank sample"), shape))
             except DataError:
                 # the processor can prepare none of the shapes
                 if shape is shapes[-1] and not made:
                     raise
-        sample, shape = min(made, key=lambda own: len(own[0].input_ids))
+        sample, shape = min(made, key=lambda sample_and_shape: len(sample_and_shape[0].input_ids))
         assert (sample.labels == IGNORE).all() and len(sample.input_ids)
         size, frames = (shape.size, (len(shape.numbers),)) if isinstance(shape, Clip) else (shape, ())
         return sample, [np.zeros((*frames, *size[::-1], 3), dtype=np.uint8)]
@@ -296,9 +299,9 @@ def split_at_images(segments: Sequence[Segment], placeholders: Sequence[str]) ->
     """Return the text of segments in pieces: the text before the first image or video; then for each image or video its
     placeholder, with the text behind it up to the next one."""
     texts, places = [""], iter(placeholders)
-    for own in segments:
-        if own.image is None:
-            texts[-1] += own.text
+    for segment in segments:
+        if segment.image is None:
+            texts[-1] += segment.text
         else:
             texts.append(next(places))
     return texts
@@ -314,11 +317,11 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
     for shapes in cases:
         question = "".join(f"{IMAGE_TAG}\nWhat is it {n}? " for n in range(len(shapes))) or "Who are you?"
         turns = (Turn("human", question), Turn("gpt", "A cat."), Turn("human", "Sure?"), Turn("gpt", "Yes, it is."))
-        names = tuple(f"{n}.mp4" if isinstance(own, Clip) else str(n) for n, own in enumerate(shapes))
+        names = tuple(f"{n}.mp4" if isinstance(shape, Clip) else str(n) for n, shape in enumerate(shapes))
         record = Record("a trial", 0, "0", names, turns, has_image_key=bool(names))
         shown = ", ".join(map(shown_shape, shapes)) or "text alone"
         try:
-            samples = replace(encoder, shape=lambda _, n, own=shapes: own[n]).samples(record, encoder.max_length)
+            samples = replace(encoder, shape=lambda _, n, case=shapes: case[n]).samples(record, encoder.max_length)
         except DataError as error:
             if len(shapes) > 1:
                 continue
@@ -327,8 +330,8 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
                 f"{processor.folder} cannot be trained: its chat template or its processor fails with a conversation "
                 f"of two questions with {shown}: {why}"
             ) from error
-        black = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
-        videos = [(frames_of(own, VideoNeeds.values), own) for own in shapes if isinstance(own, Clip)]
+        black = [Image.new("RGB", shape) for shape in shapes if not isinstance(shape, Clip)]
+        videos = [(frames_of(shape, VideoNeeds.values), shape) for shape in shapes if isinstance(shape, Clip)]
         for sample in samples:
             text = sample.processor_text
             assert text is not None
@@ -339,8 +342,10 @@ def check_processor(encoder: ProcessorEncoder, has_videos: bool = False) -> None
             is_same = np.array_equal(ids, sample.input_ids[: len(ids)])
             if not is_same or not (text.is_prompt or len(ids) == len(sample.input_ids)):
                 pairs = itertools.zip_longest(ids, sample.input_ids)
-                number = next(n for n, (their, own) in enumerate(pairs) if their != own)
-                theirs, ours = (processor.tokens_of(own[number : number + 1]) for own in (ids, sample.input_ids))
+                number = next(n for n, (their, our_id) in enumerate(pairs) if their != our_id)
+                theirs, ours = (
+                    processor.tokens_of(some_ids[number : number + 1]) for some_ids in (ids, sample.input_ids)
+                )
                 raise ConfigError(
                     f"{processor.folder}: its processor and its tokenizer.json make different token ids of a "
                     f"conversation with {shown}: token {number} is {theirs} of the processor and {ours} of "

@@ -44,7 +44,7 @@ def learn_placeholder(template: ChatTemplate, kind: str) -> str:
     adds to the text before a question. Raise Unfit if that is nothing."""
     # conversations of a question, with one or two images or videos before its text, and an answer; `one` and `two` are
     # what the template writes around the texts, so that their first item ends where the question's text begins
-    (_, one), (_, two) = template.marked(f"h{kind}tg"), template.marked(f"h{kind}{kind}tg")
+    (_, one), (_, two) = template.order_and_frames(f"h{kind}tg"), template.order_and_frames(f"h{kind}{kind}tg")
     single, double = one[0], two[0]
     same = next((n for n, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
     added = double[same : len(double) - len(single) + same]

@@ -92,19 +92,19 @@ class ProcessorImages(ImageSource):
 
     def clip(self, path: Path, where: str) -> Clip:
         """Return what the tokens of a video file depend on. Raise ImageError if it cannot be read."""
-        facts = examine_video(path, where, self.chosen(where), full=False)
+        facts = examine_video(path, where, self.frame_rule_or_raise(where), full=False)
         return replace(self.clip_of(facts, f"{where}: video {path}"), read=partial(self.load, path, where))
 
     def clip_of(self, facts: ImageFacts, what: str) -> Clip:
         """Return what the tokens of a video depend on: size, length, and numbers of the frames that the processor
         uses. `what` names it in messages. Raise ImageError if no frame is chosen, or videos are not read at all."""
         try:
-            numbers = self.chosen(what).numbers(facts.frames, facts.rate)
+            numbers = self.frame_rule_or_raise(what).numbers(facts.frames, facts.rate)
         except NoFrameError as error:
             raise ImageError(f"{what} cannot be used: {error}; take it out", Kind.image_unreadable) from error
         return Clip(facts.size, facts.frames, facts.rate, tuple(numbers))
 
-    def chosen(self, where: str) -> ProcessorFrames:
+    def frame_rule_or_raise(self, where: str) -> ProcessorFrames:
         """Return what selects frames; raise ImageError if no videos are read."""
         if self.sampling is None:
             raise ImageError(f"{where} has a video, and {VIDEOS_NEED}", Kind.media_not_read)
@@ -136,7 +136,7 @@ class ProcessorImages(ImageSource):
         """
         if isinstance(path, Path) and is_video(path):
             what = f"{where}: video {path}"
-            frames = stacked(read_frames(path, where, self.chosen(where).numbers), what)
+            frames = stacked(read_frames(path, where, self.frame_rule_or_raise(where).numbers), what)
             check_size((frames.shape[2], frames.shape[1]), sizes, what)
             return frames
         image = open_image(path, where, self.pixels)

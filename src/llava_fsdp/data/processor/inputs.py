@@ -41,7 +41,7 @@ class ProcessorInputs:
         """Return the samples of a micro-batch, each with its images, and, if the model needs them, blank samples for
         the kinds of media that no sample has. `others_show`: whether a sample of any micro-batch of the step, on
         whatever rank, has an image or a video. If not, no rank runs the vision part, so that none needs blanks."""
-        present = {kind_of(own) for _, media in rows for own in media}
+        present = {kind_of(item) for _, media in rows for item in media}
         blanks = self.reader.blanks if others_show else {}
         return [*rows, *(blank for kinds, blank in blanks.items() if present.isdisjoint(kinds))]
 
@@ -66,7 +66,7 @@ class ProcessorInputs:
         """
         # for each answer, how many of its first tokens are not repeated in the row: those, with all images, that it
         # shares with the answer before it
-        shared_counts = [own.shared * n for own, _ in rows for n in range(len(own.answers))]
+        shared_counts = [sample.shared_prompt_tokens * n for sample, _ in rows for n in range(len(sample.answers))]
         rows = [(part, images) for sample, images in rows for part in sample.answers]
         shown = [row for row, count in zip(rows, shared_counts, strict=True) if row[1] and not count]
         # texts without images are only checked; those of the others are checked in `process`
@@ -77,25 +77,25 @@ class ProcessorInputs:
             return {}
         made = self.process(shown)
         pairs = zip(shown, made.ids, made.types, strict=True)
-        found = iter([self.types_of(sample, own, types) for (sample, _), own, types in pairs])
+        found = iter([self.types_of(sample, sample_ids, types) for (sample, _), sample_ids, types in pairs])
         every: list[Types] = []
         for (sample, images), count in zip(rows, shared_counts, strict=True):
             if images and count:
                 more = len(sample.input_ids) - count
-                every.append({name: nn.functional.pad(own[:count], (0, more)) for name, own in every[-1].items()})
+                every.append({name: nn.functional.pad(values[:count], (0, more)) for name, values in every[-1].items()})
             else:
                 every.append(next(found) if images else {})
-        names = sorted({name for own in every for name in own})
+        names = sorted({name for sample_columns in every for name in sample_columns})
         lengths = [len(sample.input_ids) for sample, _ in rows]
         filled = [
-            {name: own.get(name, torch.zeros(length, dtype=torch.int64)) for name in names}
-            for own, length in zip(every, lengths, strict=True)
+            {name: sample_columns.get(name, torch.zeros(length, dtype=torch.int64)) for name in names}
+            for sample_columns, length in zip(every, lengths, strict=True)
         ]
-        columns = {name: [own[name] for own in filled] for name in names}
+        columns = {name: [sample_columns[name] for sample_columns in filled] for name in names}
         if self.reader.positions is not None:
             columns["position_ids"] = self.positions_of(rows, shared_counts, filled, made)
         in_row = {
-            name: [own[..., count:] for own, count in zip(values, shared_counts, strict=True)]
+            name: [sample_values[..., count:] for sample_values, count in zip(values, shared_counts, strict=True)]
             for name, values in columns.items()
         }
         return made.pixels | {name: lay_out(values, ids) for name, values in in_row.items()}
@@ -115,7 +115,7 @@ class ProcessorInputs:
     def process(self, shown: list[Row]) -> Processed:
         """Call the processor for all samples with images or videos, and check the token ids that it makes. Raise
         DataError if they are not the sample's."""
-        has_videos = any(kind_of(own) == VIDEO for _, media in shown for own in media)
+        has_videos = any(kind_of(item) == VIDEO for _, media in shown for item in media)
         # a call can have only images or only videos if both become inputs of the same names
         if has_videos and self.reader.processor.shares_inputs:
             made = joined([self.call([row]) for row in shown])
@@ -137,11 +137,11 @@ class ProcessorInputs:
         # `texts`: before the first image, then each placeholder with the text behind it. Those of images that
         # truncation has cut off are left out
         whole = ["".join(text.texts[: len(media) + 1]) for text, (_, media) in zip(texts, shown, strict=True)]
-        images = [[Image.fromarray(own) for own in media if kind_of(own) == IMAGE] for _, media in shown]
+        images = [[Image.fromarray(item) for item in media if kind_of(item) == IMAGE] for _, media in shown]
         videos = [
-            (as_tensor(own), shape)
+            (as_tensor(item), shape)
             for text, (_, media) in zip(texts, shown, strict=True)
-            for own, shape in zip(media, text.shapes, strict=False)  # truncation has cut off the last ones
+            for item, shape in zip(media, text.shapes, strict=False)  # truncation has cut off the last ones
             if isinstance(shape, Clip)
         ]
         try:
@@ -195,17 +195,17 @@ class ProcessorInputs:
         rule, names = self.reader.positions, self.reader.processor.image_names
         assert rule is not None
         kinds = ["".join(map(kind_of, media)) for _, media in rows]
-        totals = Counter("".join(own for own, count in zip(kinds, shared_counts, strict=True) if not count))
+        totals = Counter("".join(letters for letters, count in zip(kinds, shared_counts, strict=True) if not count))
         first = Counter[str]()
         found = []
-        for (sample, _), own, is_shared, sample_types in zip(rows, kinds, shared_counts, types, strict=True):
-            counts = Counter(own)
+        for (sample, _), sample_kinds, is_shared, sample_types in zip(rows, kinds, shared_counts, types, strict=True):
+            counts = Counter(sample_kinds)
             first -= counts if is_shared else Counter()  # its images are again those of the sample before
             sizes = {
                 name: values[first[kind] : first[kind] + counts[kind]]
                 for name, values in made.pixels.items()
-                # one letter: the input is of images or of videos; without videos, each is of images
-                for kind in (IMAGE if name in names or not totals[VIDEO] else VIDEO)
+                # the input is of images or of videos; without videos, each is of images
+                for kind in [IMAGE if name in names or not totals[VIDEO] else VIDEO]
                 if counts[kind] and len(values) == totals[kind]
             }
             found.append(rule(torch.from_numpy(sample.input_ids), sample_types, sizes))
@@ -228,14 +228,16 @@ def joined(parts: list[Processed]) -> Processed:
     """Join what a processor made of single samples, as it joins them itself: inputs that have one entry for each sample
     are padded with zeros to the size of the largest."""
     pixels: dict[str, torch.Tensor] = {}
-    for name in sorted({name for own in parts for name in own.pixels}):
-        values = [own.pixels[name] for own in parts if name in own.pixels]
-        most = torch.tensor([own.shape[1:] for own in values]).amax(0).tolist()
-        padded = [values[0].new_zeros((len(own), *most)) for own in values]
-        for filled, own in zip(padded, values, strict=True):
-            filled[tuple(map(slice, own.shape))] = own
+    for name in sorted({name for part in parts for name in part.pixels}):
+        values = [part.pixels[name] for part in parts if name in part.pixels]
+        most = torch.tensor([tensor.shape[1:] for tensor in values]).amax(0).tolist()
+        padded = [values[0].new_zeros((len(tensor), *most)) for tensor in values]
+        for filled, tensor in zip(padded, values, strict=True):
+            filled[tuple(map(slice, tensor.shape))] = tensor
         pixels[name] = torch.cat(padded)
-    return Processed([ids for own in parts for ids in own.ids], [types for own in parts for types in own.types], pixels)
+    return Processed(
+        [ids for part in parts for ids in part.ids], [types for part in parts for types in part.types], pixels
+    )
 
 
 def text_of(sample: Sample) -> ProcessorText:
@@ -262,6 +264,6 @@ def lay_out(values: Sequence[torch.Tensor], ids: np.ndarray) -> torch.Tensor:
         row = torch.cat(list(values), dim=-1)
         made[..., 0, : row.shape[-1]] = row
         return made
-    for row, own in enumerate(values):
-        made[..., row, : own.shape[-1]] = own
+    for row, row_values in enumerate(values):
+        made[..., row, : row_values.shape[-1]] = row_values
     return made

@@ -112,7 +112,11 @@ class Processor:
         config: Any = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         image, video = (
             next(
-                (own for end in ("id", "index") if (own := getattr(config, f"{kind}_token_{end}", None)) is not None),
+                (
+                    token_id
+                    for end in ("id", "index")
+                    if (token_id := getattr(config, f"{kind}_token_{end}", None)) is not None
+                ),
                 None,
             )
             for kind in ("image", "video")
@@ -151,7 +155,10 @@ class Processor:
         processor cannot prepare the videos together."""
         dice, (width, height) = np.random.default_rng(0), SMALL_VIDEO
         noise = [dice.integers(0, 256, (frames, height, width, 3), np.uint8) for frames in (4, 6)]
-        clips = [Clip(SMALL_VIDEO, len(own), 2.0, tuple(range(len(own))), lambda own=own: own) for own in noise]
+        clips = [
+            Clip(SMALL_VIDEO, len(frames), 2.0, tuple(range(len(frames))), lambda frames=frames: frames)
+            for frames in noise
+        ]
         places = [self.opened.video_token] * len(clips)
         expected = self.expanded(places, clips, VideoNeeds.content)
         for needs in (VideoNeeds.shape, VideoNeeds.values):
@@ -173,15 +180,15 @@ class Processor:
 
         Black images of the same sizes are prepared, as if tokens depended on sizes alone, and as little of videos as
         `needs` says."""
-        has_videos = any(isinstance(own, Clip) for own in shapes)
+        has_videos = any(isinstance(shape, Clip) for shape in shapes)
         return self.expanded(placeholders, shapes, self.needs if has_videos else VideoNeeds.shape)
 
     def expanded(self, placeholders: Sequence[str], shapes: Sequence[Shape], needs: VideoNeeds) -> list[str]:
         """Return what the processor writes in the place of each placeholder of one sample. Black images are prepared in
         place of the images. `shapes`: what is known of the image or video of each placeholder; `needs`: what the
         processor is given of videos."""
-        images = [Image.new("RGB", own) for own in shapes if not isinstance(own, Clip)]
-        videos = [(frames_of(own, needs), own) for own in shapes if isinstance(own, Clip)]
+        images = [Image.new("RGB", shape) for shape in shapes if not isinstance(shape, Clip)]
+        videos = [(frames_of(shape, needs), shape) for shape in shapes if isinstance(shape, Clip)]
         # MARK is a character that no processor writes, so that the text can be split again
         self([MARK.join(placeholders)], [images], videos)
         last = self.opened.tokenizer.last  # the text with which the processor has called its tokenizer
@@ -217,7 +224,8 @@ class Processor:
             videos: the videos of all samples, in the order of their placeholders: the used frames, uint8 [frames, 3,
                 height, width], and what is known of the file.
         """
-        shown: dict[str, Any] = {"images": own} if (own := [list(own) for own in images if own]) else {}
+        given_images = [list(images_of_sample) for images_of_sample in images if images_of_sample]
+        shown: dict[str, Any] = {"images": given_images} if given_images else {}
         if videos:
             shown |= {
                 "videos": [frames for frames, _ in videos],
@@ -234,8 +242,8 @@ class Processor:
         mask = made["attention_mask"].bool()
         names = [name for name in made if name.endswith(TYPES)]
         return Processed(
-            [row[own].numpy() for row, own in zip(made["input_ids"], mask, strict=True)],
-            [{name: made[name][row][own] for name in names} for row, own in enumerate(mask)],
+            [row[is_token].numpy() for row, is_token in zip(made["input_ids"], mask, strict=True)],
+            [{name: made[name][row][is_token] for name in names} for row, is_token in enumerate(mask)],
             {
                 name: values.float() if values.is_floating_point() else values
                 for name, values in made.items()

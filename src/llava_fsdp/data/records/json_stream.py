@@ -177,7 +177,7 @@ class Window:
     def more(self) -> None:
         """Double the text in memory, by at least 1 MiB, and drop the text that was read past. The text has one
         character for each byte (Latin-1), so that positions in it are offsets in the file."""
-        self.line_here()  # counts the line breaks of the text that is dropped
+        self.count_lines()  # of the text that is dropped
         self.text = self.text[self.at :]
         self.base += self.at
         self.at = self.counted = 0
@@ -186,11 +186,10 @@ class Window:
         self.ended = not read
         self.text += read.decode("latin-1")
 
-    def line_here(self) -> int:
-        """Return the number, from 1, of the line with the next character to read."""
+    def count_lines(self) -> None:
+        """Make `line` the number of the line with the next character to read."""
         self.line += self.text.count("\n", self.counted, self.at)
         self.counted = self.at
-        return self.line
 
     def next_sign(self) -> str:
         """Move to the next character that is not white space and return it, or "" at the end of the file."""
@@ -296,7 +295,9 @@ def elements(window: Window, is_first: bool) -> Iterator[Span]:
             if window.next_sign() == "]":
                 raise json.JSONDecodeError("Illegal trailing comma before end of array", window.text, window.at)
         is_first = False
-        line, (begin, end) = window.line_here(), window.pass_value()
+        window.count_lines()
+        line = window.line
+        begin, end = window.pass_value()
         yield begin, end - begin, line
     window.at += 1
     if window.next_sign():

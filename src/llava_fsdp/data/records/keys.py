@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from llava_fsdp.config import FULL_WEIGHT
-from llava_fsdp.data.records.record import HELD, AnswerWeights
+from llava_fsdp.data.records.record import UNREAD_VALUE, AnswerWeights
 from llava_fsdp.runtime.text.terminal_text import shown_name
 
 HARMLESS = frozenset(
@@ -79,8 +79,8 @@ MOST_NAMES = 256
 """Greatest number of different unread keys that are counted for one chunk of records, or for one source."""
 MOST_LETTERS = 100
 """Greatest number of characters that are noted of the name of an unread key."""
-MOST_HELD = 20
-"""Greatest length of a text that `held` keeps."""
+MOST_VALUE_LETTERS = 20
+"""Greatest length of a text that `value_for_index` keeps."""
 OTHERS = "(others)"
 """Stands for the keys beyond MOST_NAMES where keys are counted."""
 
@@ -160,35 +160,35 @@ def says_nothing(value: Any) -> bool:
     return True
 
 
-def held(value: Any) -> Any:
+def value_for_index(value: Any) -> Any:
     """Return the value of a record's key as it is written into the index, for a key that is not read or that says
     whether an answer is in the loss: a number, truth value or short text as it is; None for an empty value; and a
     placeholder for any other value (in a Parquet file also bytes, a date etc.)."""
     if says_nothing(value):
         return None
-    is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
-    return value if is_short else HELD
+    is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_VALUE_LETTERS)
+    return value if is_short else UNREAD_VALUE
 
 
-def held_under(key: str, value: Any) -> Any:
+def value_of_key_for_index(key: str, value: Any) -> Any:
     """Return the value of a key as it is written into the index. Numbers, truth values and short texts are kept as they
-    are, a value that says nothing becomes None, and any other becomes the placeholder HELD, with two exceptions:
-    weights of characters are kept whole, and the placeholder of a thought that is no text is put into a list, so that
-    it is not taken for a thought."""
-    kept = held(value)
-    if kept is HELD and plain_name(key) == READ_SPANS and is_span_list(value):
+    are, a value that says nothing becomes None, and any other becomes UNREAD_VALUE, with two exceptions: weights of
+    characters are kept whole, and the placeholder of a thought that is no text is put into a list, so that it is not
+    taken for a thought."""
+    kept = value_for_index(value)
+    if kept is UNREAD_VALUE and plain_name(key) == READ_SPANS and is_span_list(value):
         return value
-    return [kept] if kept is HELD and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought else kept
+    return [kept] if kept is UNREAD_VALUE and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought else kept
 
 
 def is_span_list(value: Any) -> bool:
     """Return whether a value is a list of objects with the keys SPAN_KEYS, and numbers or truth values, which say for
     ranges of an answer's characters whether they are in the loss."""
     return isinstance(value, list) and all(
-        isinstance(own, dict)
-        and own.keys() == SPAN_KEYS
-        and all(isinstance(v, bool | int | float) for v in own.values())
-        for own in value
+        isinstance(span, dict)
+        and span.keys() == SPAN_KEYS
+        and all(isinstance(v, bool | int | float) for v in span.values())
+        for span in value
     )
 
 
@@ -237,8 +237,8 @@ def spans_of(value: Any) -> tuple[tuple[int, int, int], ...] | None:
     if not is_span_list(value):
         return None
     rows: list[tuple[int, int, int]] = []
-    for own in sorted(value, key=lambda own: own["begin_offset"]):
-        begin, last, weight = own["begin_offset"], own["end_offset"], weight_of(own["train"])
+    for span in sorted(value, key=lambda span: span["begin_offset"]):
+        begin, last, weight = span["begin_offset"], span["end_offset"], weight_of(span["train"])
         if type(begin) is not int or type(last) is not int or weight is None:
             return None
         if not (rows[-1][1] if rows else 0) <= begin <= last:

@@ -30,8 +30,15 @@ from llava_fsdp.data.records.forms.pairs import ENTRY_KEYS
 from llava_fsdp.data.records.forms.parse_record import FORMS, NO_KEYS, SYSTEM, VIDEO_KEYS, RecordKeys
 from llava_fsdp.data.records.forms.preferences import ANSWERS, PAIR_COLUMNS
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, KeyMeaning, held_under, is_thought, meaning_of
-from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations
+from llava_fsdp.data.records.keys import (
+    ONLY_OF_RECORDS,
+    REASONS,
+    KeyMeaning,
+    is_thought,
+    meaning_of,
+    value_of_key_for_index,
+)
+from llava_fsdp.data.records.record import LOCATION, PARQUET, TOO_LARGE, UNREAD_VALUE, names_media, without_locations
 from llava_fsdp.data.records.tools import RECORD_TOOLS, RESULT_KEYS, TOOL_KEYS, TURN_CALLS, has_no_tools
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
@@ -128,15 +135,15 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
     """Raise DataError if the type of a column that is read is not supported."""
 
     for name in (name for name in turn_columns(keys) if name in schema.names):
-        own = schema.field(name).type
+        column_type = schema.field(name).type
         if name in PAIR_COLUMNS and keys.pairs:  # of any type: the parser of pairs says what is wrong with a value
             continue
         # FORMS are the columns whose value is a whole conversation, others have a question or an answer
-        if name not in FORMS and not is_text(own):
-            raise DataError(f"{path}: {name} is {shown_name(own)}; it must be text")
-        if name in FORMS and not are_turns(own):
+        if name not in FORMS and not is_text(column_type):
+            raise DataError(f"{path}: {name} is {shown_name(column_type)}; it must be text")
+        if name in FORMS and not are_turns(column_type):
             raise DataError(
-                f"{path}: {name} is {shown_name(own)}; it must be a list of structs with from and value, "
+                f"{path}: {name} is {shown_name(column_type)}; it must be a list of structs with from and value, "
                 "which are text, with role and content, or with user and assistant (docs/data.md); an "
                 "image in a part must be a path"
             )
@@ -158,8 +165,8 @@ def is_text(kind: Any) -> bool:
     """Return whether all values of an Arrow type are texts or nulls."""
     from pyarrow import types
 
-    own = kind.value_type if types.is_dictionary(kind) else kind
-    return types.is_string(own) or types.is_large_string(own) or types.is_null(own)
+    value_type = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(value_type) or types.is_large_string(value_type) or types.is_null(value_type)
 
 
 def are_turns(kind: Any) -> bool:
@@ -169,10 +176,12 @@ def are_turns(kind: Any) -> bool:
 
     if not is_list(kind) or types.is_null(kind.value_type):
         return types.is_null(kind) or is_list(kind)
-    fields = {name: own for name, own in fields_of(kind.value_type).items() if name in TURN}
+    fields = {name: field_type for name, field_type in fields_of(kind.value_type).items() if name in TURN}
     # whether a struct has both fields of a message (speaker and text), or of a question and its answer
     whole = any(set(pair) <= set(fields) for pair in (*TURN_KEYS, ENTRY_KEYS))
-    return whole and all(is_text(own) or (name == PARTS and is_plain(own)) for name, own in fields.items())
+    return whole and all(
+        is_text(field_type) or (name == PARTS and is_plain(field_type)) for name, field_type in fields.items()
+    )
 
 
 def is_plain(kind: Any) -> bool:
@@ -182,7 +191,7 @@ def is_plain(kind: Any) -> bool:
     if is_list(kind):
         return is_plain(kind.value_type)
     if types.is_struct(kind):
-        return all(is_plain(own) for own in fields_of(kind).values())
+        return all(is_plain(field_type) for field_type in fields_of(kind).values())
     return is_text(kind) or types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
 
 
@@ -219,25 +228,29 @@ class ParquetRows:
         self.total = 0
         self.keys = keys
         schema = self.parquet.arrow.schema_arrow
-        self.read = read_columns(keys, schema)
-        others = [name for name in schema.names if name not in (*self.read, *FORMS, LOCATION, TOO_LARGE)]
+        self.read_columns = read_columns(keys, schema)
+        others = [name for name in schema.names if name not in (*self.read_columns, *FORMS, LOCATION, TOO_LARGE)]
         media = [name for name in others if names_media(name) or name in TOOL_KEYS]
         binary = {leaf.partition(".")[0] for leaf in self.parquet.binary_leaves()}
-        self.told = [name for name in others if name not in (*media, *binary) and meaning_of(name) in REASONS]
+        self.learning_columns = [
+            name for name in others if name not in (*media, *binary) and meaning_of(name) in REASONS
+        ]
         """Names of the columns that say whether, or how much, an answer is in the loss."""
-        self.unread = media + [
+        self.presence_columns = media + [
             name for name in binary.intersection(others).difference(media) if meaning_of(name) in REASONS
         ]
         """Names of the columns of media and tools, of which it is only read whether a row has a value."""
-        self.unknown = [
-            n for n in others if n not in (*self.told, *self.unread) and meaning_of(n) is KeyMeaning.unknown
+        self.unknown_columns = [
+            n
+            for n in others
+            if n not in (*self.learning_columns, *self.presence_columns) and meaning_of(n) is KeyMeaning.unknown
         ]
         """Names of the columns that nothing reads, and that are not known to be harmless."""
         self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
         """{name of a column of images: its leaf column with the images' bytes}, without columns that have only
         paths."""
-        self.unread_leaves = [
-            leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
+        self.presence_leaves = [
+            leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.presence_columns)
         ]
         """Leaf columns with the bytes of media that are not read."""
         self.page_bytes = np.zeros(2, dtype=np.int64)
@@ -270,46 +283,30 @@ class ParquetRows:
         """Yield each row of a row group as a record in JSON; a placeholder for one of more than `max_bytes`. A few
         hundred rows are in memory at a time, and the locations of all images of the row group."""
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
-        unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
-        # `read`: columns of the record; `unread`: of media and tools, of which only counts whether a row has a value;
-        # `told`: columns that say what is learnt
-        wanted = self.read + self.unread + self.told
-        # columns that nothing reads: `seen` are looked into row by row, `filled` count for every row
-        seen, filled = self.divide_unknown(group, wanted)
-        wanted += seen
-        left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
-        left_out |= {*self.unread_leaves}
-        left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
+        presence_locations = {leaf: self.parquet.locations(leaf, group) for leaf in self.presence_leaves}
+        columns = self.read_columns + self.presence_columns + self.learning_columns
+        unknown_small, unknown_large = self.divide_unknown(group, columns)
+        columns += unknown_small
         self.total -= self.written.get(group, 0)  # the row group may have been read before
         number = empty = self.written[group] = 0
         rows = self.parquet.rows(group)
-        for batch in self.parquet.batches(group, left_out):
-            marks = {name: have_values(batch.column(name)) for name in seen}
-            batch = batch.select([name for name in batch.schema.names if name not in marks])
+        for batch in self.parquet.batches(group, self.leaves_to_skip(columns)):
+            has_value = {name: have_values(batch.column(name)) for name in unknown_small}  # of each row
+            batch = batch.select([name for name in batch.schema.names if name not in has_value])
             if "id" in batch.schema.names:
                 batch = batch.set_column(batch.schema.names.index("id"), "id", readable_ids(batch.column("id")))
             for row in range(batch.num_rows):
                 # the least number of bytes that the locations of the row's images, and the nulls among them, take in
                 # JSON
                 least = sum(LEAST_IMAGE * images + LEAST_NULL * nulls for images, nulls in
-                            (own.count(number) for own in locations.values()))  # fmt: skip
-                # `held`: the locations of the row's images by column
+                            (column.count(number) for column in locations.values()))  # fmt: skip
                 # a row of too many images becomes a placeholder, without their locations
-                held = {} if least > max_bytes else {name: own.row(number) for name, own in locations.items()}
-                paged = [
-                    location
-                    for own in held.values()
-                    for location in own
-                    if location is not None and location.page is not None
-                ]
-                self.page_bytes += [
-                    sum(own.size or 0 for own in paged),
-                    sum(own.page.unpacked for own in paged if own.page),
-                ]
-                more = {name for name in self.unread for leaf in unread if is_below(leaf, name)
-                        and unread[leaf].count(number)[0]}  # fmt: skip
-                unknown = [*filled, *(name for name, own in marks.items() if own[row])]
-                line = self.line(batch.slice(row, 1), held, more, max_bytes, unknown, least)
+                images = {} if least > max_bytes else {name: column.row(number) for name, column in locations.items()}
+                self.count_pages(images)
+                unread_media = {name for name in self.presence_columns for leaf in presence_locations
+                                if is_below(leaf, name) and presence_locations[leaf].count(number)[0]}  # fmt: skip
+                unknown = [*unknown_large, *(name for name, of_rows in has_value.items() if of_rows[row])]
+                line = self.line(batch.slice(row, 1), images, unread_media, max_bytes, unknown, least)
                 # NOTHING: no column that is read has a value in this row
                 empty += line == NOTHING
                 if empty > max(MOST_EMPTY, rows // 2):
@@ -322,6 +319,24 @@ class ParquetRows:
                 yield line
                 number += 1
 
+    def leaves_to_skip(self, columns: Collection[str]) -> set[str]:
+        """Return the leaf columns that need not be read for the values of `columns`: those of other columns, and those
+        with the bytes of media, of which only the locations are needed."""
+        leaves = self.parquet.footer.leaves
+        skipped = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
+        skipped |= {*self.presence_leaves}
+        return skipped | {leaf for leaf in leaves if not any(is_below(leaf, name) for name in columns)}
+
+    def count_pages(self, images: dict[str, list[ImageLocation | None]]) -> None:
+        """Add the images of a row that are in compressed pages to `page_bytes`. `images`: locations by column."""
+        paged = [
+            image for column in images.values() for image in column if image is not None and image.page is not None
+        ]
+        self.page_bytes += [
+            sum(image.size or 0 for image in paged),
+            sum(image.page.unpacked for image in paged if image.page),
+        ]
+
     def count_bytes(self, group: int, size: int) -> None:
         """Count the bytes of a row as JSON. Raise DataError if all rows take more than a file of this size may."""
         self.written[group] += size
@@ -333,43 +348,44 @@ class ParquetRows:
                 SPELL_OUT,
             )
 
-    def divide_unknown(self, group: int, wanted: Collection[str]) -> tuple[list[str], list[str]]:
+    def divide_unknown(self, group: int, columns: Collection[str]) -> tuple[list[str], list[str]]:
         """Choose what is looked into of a row group's columns that nothing reads, and that are not known to be
-        harmless. Return the names of those that are small beside the columns that are read (`wanted`), so that it costs
-        little to see in which rows they have a value; and of those larger ones that have any value in the row group."""
+        harmless. Return the names of those that are small beside the columns that are read (`columns`), so that it
+        costs little to see in which rows they have a value; and of those larger ones that have any value in the row
+        group, which count for all its rows."""
         chunks = {leaf: self.parquet.footer.chunk(leaf, group) for leaf in self.parquet.footer.leaves}
         sizes = Counter[str]()
         for leaf, chunk in chunks.items():
             sizes[leaf.partition(".")[0]] += chunk.end - chunk.begin
-        left = max(SMALL, sum(sizes[name] for name in wanted) // SHARE)
+        left = max(SMALL, sum(sizes[name] for name in columns) // SHARE)
         binary = {leaf.partition(".")[0] for leaf in self.parquet.binary_leaves()}
-        seen, filled = [], []
-        for name in sorted(self.unknown, key=sizes.__getitem__):
+        small, large = [], []
+        for name in sorted(self.unknown_columns, key=sizes.__getitem__):
             leaves = [leaf for leaf in chunks if is_below(leaf, name)]
             if name not in binary and sizes[name] <= left:
                 left -= sizes[name]
-                seen.append(name)
+                small.append(name)
             elif any(self.parquet.footer.has_values(leaf, group) for leaf in leaves):
-                filled.append(name)
-        return seen, filled
+                large.append(name)
+        return small, large
 
     def line(
         self,
         row: Any,
         locations: dict[str, list[ImageLocation | None]],
-        unread: Collection[str],
+        unread_media: Collection[str],
         max_bytes: int,
         unknown: Collection[str] = (),
         least: int = 0,
     ) -> bytes:
         """Return a row as a record in JSON. If it would have more than `max_bytes`, return a placeholder: its id and,
-        as TOO_LARGE, its size. HELD stands for values that are not needed, of which it only counts that they exist. A
-        row with a text that is not UTF-8 becomes NOT_UTF8, a line that is reported where lines are parsed.
+        as TOO_LARGE, its size. UNREAD_VALUE stands for values that are not needed, of which it only counts that they
+        exist. A row with a text that is not UTF-8 becomes NOT_UTF8, a line that is reported where lines are parsed.
 
         Args:
             row: an Arrow RecordBatch of one row, without the bytes of images.
             locations: {name of a column of images: where in the file each of the row's images lies}.
-            unread: names of the columns in which the row has bytes of media (such as audio) that are not read.
+            unread_media: names of the columns in which the row has bytes of media (such as audio) that are not read.
             unknown: names of the columns that nothing reads and in which the row has a value.
             least: number of bytes that the row's images take at least.
         """
@@ -383,12 +399,15 @@ class ParquetRows:
         except UnicodeDecodeError:
             return NOT_UTF8
         record: dict[str, Any] = {}
-        for name in [n for n in (*self.read, *self.unread, *self.told) if n in values or n in locations or n in unread]:
+        columns = (*self.read_columns, *self.presence_columns, *self.learning_columns)
+        for name in [n for n in columns if n in values or n in locations or n in unread_media]:
             value, places = values.get(name), locations.get(name, [])
-            if name in self.told:  # columns that say what is learnt: numbers and short texts stay, others become HELD
-                value = held_under(name, value)
-            elif name in self.unread:  # columns of media and tools
-                value = HELD if name in unread or not has_no_tools(value) else None
+            if (
+                name in self.learning_columns
+            ):  # columns that say what is learnt: numbers and short texts stay, others become UNREAD_VALUE
+                value = value_of_key_for_index(name, value)
+            elif name in self.presence_columns:  # columns of media and tools
+                value = UNREAD_VALUE if name in unread_media or not has_no_tools(value) else None
             elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
                 value = None
             elif name in (*self.keys.images, *VIDEO_KEYS):
@@ -397,7 +416,7 @@ class ParquetRows:
                 value = [plain_turn(without_locations(turn)) for turn in value]
             if value is not None:
                 record[name] = value
-        made = json_line(record | dict.fromkeys(unknown, HELD))
+        made = json_line(record | dict.fromkeys(unknown, UNREAD_VALUE))
         if len(made) <= max_bytes:
             return made
         return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), max_bytes]}).encode()
@@ -503,8 +522,8 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a message with only those fields that are read (`from`, `value`, calls, thoughts, ...) and have a value.
-    Other fields for media or tools that have one get the placeholder HELD, so that they are reported. A field that
-    nothing reads is left out if it is harmless in a message, else kept with a shortened value (`held_under`)."""
+    Other fields for media or tools that have one get UNREAD_VALUE, so that they are reported. A field that nothing
+    reads is left out if it is harmless in a message, else kept with a shortened value (`value_of_key_for_index`)."""
     if turn is None:
         return None
     made = {name: turn[name] for name in TURN if turn.get(name) is not None}
@@ -514,13 +533,13 @@ def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
         if key in (*TURN_CALLS, *RESULT_KEYS) or is_thought(key, value):
             kept = None if has_no_tools(value) else value
         elif names_media(key) or key in TOOL_KEYS:
-            kept = HELD if not has_no_tools(value) else None
+            kept = UNREAD_VALUE if not has_no_tools(value) else None
         else:
             kept = (
                 None
                 # ONLY_OF_RECORDS: harmless in a record, but not in a message (`name`: the speaker)
                 if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS
-                else held_under(key, value)
+                else value_of_key_for_index(key, value)
             )
         if kept is not None:
             made[key] = kept

@@ -55,7 +55,7 @@ INLINE = "data:"
 LOCATION = "llava_fsdp place"
 """Key of an object that is written instead of an image's path if the image is in the file of records itself. The value
 is the image's location (`ImageLocation.to_json`)."""
-HELD = "..."
+UNREAD_VALUE = "..."
 """Placeholder for a value that is not read: media such as audio, or a call of a tool."""
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
@@ -151,7 +151,7 @@ class Record:
     """Line of the file on which the record begins, from 1; None if unknown or not a text file."""
     unread: str | None = None
     """Description of a key or tag for media (video, audio, ...) that is not read."""
-    not_obeyed: str | None = None
+    key_not_obeyed: str | None = None
     """Description of a key that says what is learnt and cannot be obeyed."""
     weights_not_obeyed: str | None = None
     """Description of a weight that cannot be obeyed, which matters unless `data.weights=ignore`."""
@@ -176,7 +176,7 @@ class Record:
         return replace(self, turns=(*self.turns[:-1], self.rejected), rejected=None)
 
     @property
-    def signed_words(self) -> int:
+    def llava_length(self) -> int:
         """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no image and no
         key for one (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in (*self.turns, *([self.rejected] if self.rejected else ())))
@@ -255,8 +255,8 @@ def is_deep(value: Any) -> bool:
     """Return whether a JSON value is nested deeper than MOST_DEPTH, without recursion."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
-        level = [own for own in level if isinstance(own, dict | list)]
-        level = [inner for own in level for inner in (own.values() if isinstance(own, dict) else own)]
+        level = [value for value in level if isinstance(value, dict | list)]
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return False
     return True
@@ -266,10 +266,11 @@ def without_locations(value: Any) -> Any:
     """Replace the value of each key LOCATION in a user's JSON by a placeholder: only the program itself may write under
     this key where in a Parquet file or tar an image lies."""
     if isinstance(value, list):
-        return [without_locations(own) for own in value]
+        return [without_locations(item) for item in value]
     if isinstance(value, dict):
         return {
-            key: HELD if key == LOCATION and not is_empty(own) else without_locations(own) for key, own in value.items()
+            key: UNREAD_VALUE if key == LOCATION and not is_empty(item) else without_locations(item)
+            for key, item in value.items()
         }
     return value
 
@@ -383,7 +384,7 @@ def is_empty(value: Any) -> bool:
 
 def unread_reason(where: str, unread: str) -> str:
     """Return an error message about a record with media that are not read, described as in `Record.unread`."""
-    if any(own in unread for own in ('"video"', '"videos"', "<video>")):
+    if any(word in unread for word in ('"video"', '"videos"', "<video>")):
         return (
             f"{where} has {unread}, and {VIDEOS_NEED}, from the keys video and videos and from video parts, from files "
             f"that end in {', '.join(VIDEO_FORMATS)}, each with one tag in the questions"

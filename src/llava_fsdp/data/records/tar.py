@@ -24,7 +24,15 @@ from llava_fsdp.data.records.forms.record_reader import GIVEN_AS
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.keys import KeyMeaning, meaning_of
 from llava_fsdp.data.records.parquet import json_line
-from llava_fsdp.data.records.record import ADDRESS, HELD, LOCATION, TOO_LARGE, decode, is_empty, without_locations
+from llava_fsdp.data.records.record import (
+    ADDRESS,
+    LOCATION,
+    TOO_LARGE,
+    UNREAD_VALUE,
+    decode,
+    is_empty,
+    without_locations,
+)
 from llava_fsdp.runtime.text.log import log
 
 RECORD = "json"
@@ -116,7 +124,7 @@ class SampleReader:
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the sample's record with the locations of its images. If `raw` (the member `json`; empty without one)
         lacks the question or the answer, it is taken from the member that `keys.pair` names. Members that are not read
-        (other media, unknown ones) get the placeholder HELD."""
+        (other media, unknown ones) get the placeholder UNREAD_VALUE."""
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
@@ -138,7 +146,9 @@ class SampleReader:
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
         read = (RECORD, *self.images, *media, *(self.keys.pair or ()))
         others = [key for key in self.sample.members if key not in read and meaning_of(key) is not KeyMeaning.harmless]
-        return made | {f"media {key}": HELD for key in media} | {f"member {key}": HELD for key in others}
+        return (
+            made | {f"media {key}": UNREAD_VALUE for key in media} | {f"member {key}": UNREAD_VALUE for key in others}
+        )
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return a record in which each image that is a member of the sample is replaced by its location. Add the names
@@ -165,7 +175,7 @@ class SampleReader:
         """Return the value of a key for images (a path, an object with a path, or a list of these), in which each image
         that is a member of the sample is replaced by its location. Add the names in it to `given`."""
         if isinstance(value, list):
-            return [self.put(own) for own in value]
+            return [self.put(item) for item in value]
         if isinstance(value, dict):
             return self.part(value)
         if not isinstance(value, str) or not value:

@@ -68,8 +68,8 @@ def read_tools(raw: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], ...]:
     found: list[dict[str, Any]] = []
     for key in given:
         value = from_json(key, raw[key], bad, needed)
-        for number, own in enumerate(value if isinstance(value, list) else [value]):
-            found.append(read_tool(f"{key}, tool {number}", own, bad, needed))
+        for number, tool in enumerate(value if isinstance(value, list) else [value]):
+            found.append(read_tool(f"{key}, tool {number}", tool, bad, needed))
     return tuple(found)
 
 
@@ -90,8 +90,8 @@ def read_tool(what: str, value: Any, bad: Bad, needed: str) -> dict[str, Any]:
         raise bad(what, value, needed)
     bare = inner is tool  # the type, if there is one, stands beside the name, and is written around the tool instead
     made = {
-        "parameters" if key == "input_schema" else key: own
-        for key, own in inner.items()
+        "parameters" if key == "input_schema" else key: item
+        for key, item in inner.items()
         if not (bare and key == "type")
     }
     if made.get("parameters") is None:
@@ -112,12 +112,12 @@ def read_call(what: str, raw: Any, bad: Bad, is_table: bool = False) -> Call:
         is_table: whether the record is a row of a table, whose objects have the keys of all rows. So the arguments that
             a call does not have cannot be told from those that are null, and must be JSON text.
     """
-    own = (raw.get("function") or raw) if isinstance(raw, dict) else None
-    name = own.get("name") if isinstance(own, dict) else None
-    if own is None or not isinstance(name, str) or not name:
+    function = (raw.get("function") or raw) if isinstance(raw, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if function is None or not isinstance(name, str) or not name:
         raise bad(what, raw, "a call: an object with a name and arguments")
-    given = [own[key] for key in GIVEN if own.get(key) is not None]
-    unknown = [key for key, value in (raw | own).items() if key not in CALL_KEYS and not is_empty(value)]
+    given = [function[key] for key in GIVEN if function.get(key) is not None]
+    unknown = [key for key, value in (raw | function).items() if key not in CALL_KEYS and not is_empty(value)]
     if unknown or len(given) > 1:
         raise bad(what, raw, f"a call with a name, and arguments under one of {', '.join(GIVEN)}, without other keys")
     found = given[0] if given else {}
@@ -154,7 +154,7 @@ def read_calls(what: str, value: Any, bad: Bad, is_table: bool = False) -> tuple
     many = found if isinstance(found, list) else [found]
     if not many:
         raise bad(what, value, "a call or a list of calls")
-    return tuple(read_call(f"{what}, call {number}", own, bad, is_table) for number, own in enumerate(many))
+    return tuple(read_call(f"{what}, call {number}", call, bad, is_table) for number, call in enumerate(many))
 
 
 def joined_calls(turns: Sequence[Turn], bad: Bad, note: Callable[[str], None]) -> list[Turn]:

@@ -63,15 +63,15 @@ class AnswerWriter:
             DataError: the turns of the record are wrong, or the template cannot be trained with them (Unfit).
         """
         check_turns(record)
-        own, media = asked_turns(record), media_of(record.images)
+        turns_asked, media = asked_turns(record), media_of(record.images)
         # 1 if the record begins with an answer, which is left out; error messages count it as turn 0
-        left_out = len(record.turns) - len(own)
+        left_out = len(record.turns) - len(turns_asked)
         try:
-            asked = self.asked(own, record.tools, media)
+            asked = self.asked(turns_asked, record.tools, media)
         except Unfit as unfit:
             raise self.refused(record, str(unfit)) from unfit
-        first, last = turns or (0, len(own))
-        for number, turn in enumerate(own):
+        first, last = turns or (0, len(turns_asked))
+        for number, turn in enumerate(turns_asked):
             if turn.role != "gpt" or not turn.learnt or not first <= number <= last:
                 continue
             try:
@@ -96,7 +96,7 @@ class AnswerWriter:
         if tools and not self.template.features.tools:
             raise Unfit("leaves the tools out")
         said = [[turn.text, turn.thought, [[call.name, call.arguments] for call in turn.calls]] for turn in turns]
-        if any(mark in own for own, *_ in values_in([*said, *tools]) for mark in (BREAK, PICTURE)):
+        if any(mark in text for text, *_ in values_in([*said, *tools]) for mark in (BREAK, PICTURE)):
             raise Unfit("gets no texts with U+E005 or U+E006, which mark places in them while they are rendered")
         return Asked(
             self.template, self.template.features, self.messages(turns, media), guarded(list(tools), self.guard)
@@ -128,14 +128,14 @@ class AnswerWriter:
             made = divide([self.with_pictures(turn, bool(media)) for turn in turns], "")
         return [
             replace(
-                own,
-                texts=tuple(map(self.guard, own.texts)),
-                thought=None if own.thought is None else self.guard(own.thought),
+                message,
+                texts=tuple(map(self.guard, message.texts)),
+                thought=None if message.thought is None else self.guard(message.thought),
                 calls=tuple(
-                    Call(self.guard(call.name), guarded(call.arguments, self.guard), call.id) for call in own.calls
+                    Call(self.guard(call.name), guarded(call.arguments, self.guard), call.id) for call in message.calls
                 ),
             )
-            for own in made
+            for message in made
         ]
 
     def with_pictures(self, turn: Turn, has_images: bool) -> Turn:
@@ -178,10 +178,10 @@ class AnswerWriter:
             (said, AnswerPart.text, turn.text.find(said.replace(BREAK, ""))),
             (text[end:], AnswerPart.calls if turn.calls else AnswerPart.text, None),
         ]
-        answer = [Segment("", True, begins_answer=True)]  # marks where the prompt ends
-        for own, kind, place in parts:
+        answer = [Segment("", supervised=True, begins_answer=True)]  # marks where the prompt ends
+        for part_text, kind, place in parts:
             learnt = not (is_read_alone and kind is AnswerPart.thought)
-            for piece in weighted(Segment(own, learnt, kind=kind), turn, place, hidden=BREAK):
+            for piece in weighted(Segment(part_text, supervised=learnt, kind=kind), turn, place, hidden=BREAK):
                 answer += split_at_breaks(piece.text, replace(piece, text=""))
         return answer
 
@@ -196,8 +196,12 @@ class AnswerWriter:
             media: the kinds of the conversation's images and videos, one letter each.
         """
         form = self.template
-        kinds = {PICTURE: IMAGE} if form.images is None else {own: kind for kind, own in form.placeholders.items()}
-        numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
+        kinds = (
+            {PICTURE: IMAGE}
+            if form.images is None
+            else {placeholder: kind for kind, placeholder in form.placeholders.items()}
+        )
+        numbers = {kind: iter([n for n, kind_here in enumerate(media) if kind_here == kind]) for kind in (IMAGE, VIDEO)}
         if form.images is None:  # PICTURE stands for images and videos
             numbers[IMAGE] = iter(range(len(media)))
         before, after = image_tag(form, self.start_end).split(IMAGE_TAG)
@@ -207,9 +211,13 @@ class AnswerWriter:
             if piece in kinds and media:
                 found += 1
                 number = next(numbers[kinds[piece]], None)
-                segments += [Segment(before, False), Segment(IMAGE_TAG, False, image=number), Segment(after, False)]
+                segments += [
+                    Segment(before, supervised=False),
+                    Segment(IMAGE_TAG, supervised=False, image=number),
+                    Segment(after, supervised=False),
+                ]
             elif piece:
-                segments += split_at_breaks(piece, Segment("", False))
+                segments += split_at_breaks(piece, Segment("", supervised=False))
         if found != count_images(messages):
             raise Unfit(f"writes {found} of {count_images(messages)} images and videos of a conversation")
         return without_bos(segments, form)
@@ -249,8 +257,8 @@ def split_at_breaks(text: str, like: Segment) -> list[Segment]:
     text of the record, so that the texts on its two sides are tokenized apart and make no special token together."""
     first, *rest = text.split(BREAK)
     made = [replace(like, text=first)] if first else []
-    for own in rest:
-        made += [replace(like, from_record=True), replace(like, text=own)]
+    for piece in rest:
+        made += [replace(like, from_record=True), replace(like, text=piece)]
     return made
 
 
@@ -259,7 +267,7 @@ def guarded(value: Any, protect: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return protect(value)
     if isinstance(value, list):
-        return [guarded(own, protect) for own in value]
+        return [guarded(item, protect) for item in value]
     if isinstance(value, dict):
-        return {protect(key): guarded(own, protect) for key, own in value.items()}
+        return {protect(key): guarded(item, protect) for key, item in value.items()}
     return value

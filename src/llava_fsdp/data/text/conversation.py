@@ -73,10 +73,11 @@ def weighted(segment: Segment, turn: Turn, begin: int | None = None, hidden: str
     of_text = [0] * len(turn.text)
     for first, end, weight in weights.spans:
         of_text[first:end] = [product(weight, weights.whole)] * (end - first)
-    places = itertools.accumulate((own not in hidden for own in segment.text), initial=begin)
+    places = itertools.accumulate((letter not in hidden for letter in segment.text), initial=begin)
     # a hidden character has the weight of the one behind it
     runs = itertools.groupby(
-        zip(segment.text, places, strict=False), lambda own: of_text[min(own[1], len(of_text) - 1)]
+        zip(segment.text, places, strict=False),
+        lambda letter_and_place: of_text[min(letter_and_place[1], len(of_text) - 1)],
     )
     return [replace(segment, text="".join(letter for letter, _ in run), weight=weight) for weight, run in runs]
 
@@ -94,7 +95,7 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
         refuse_tools(record.turns, record.tools, record.where)
     media = media_of(record.images)
     segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where, media)
-    return segments if isinstance(form, ChatTemplate) else [*segments, Segment(form.pattern.end, False)]
+    return segments if isinstance(form, ChatTemplate) else [*segments, Segment(form.pattern.end, supervised=False)]
 
 
 def refuse_tools(turns: Sequence[Turn], tools: Sequence[object], where: str) -> None:
@@ -145,16 +146,16 @@ def prompt(
         return own_prompt(turns, form, start_end, media[:tags].ljust(tags, IMAGE), where)
     pattern = form.pattern
     system, turns = split_system(turns)
-    segments = [Segment(pattern.before_system, False), *write_system(system, form)]
+    segments = [Segment(pattern.before_system, supervised=False), *write_system(system, form)]
     for number, turn in enumerate(turns):
         if turn.role == "human":
-            segments.append(Segment(pattern.next_question if number else pattern.first_question, False))
+            segments.append(Segment(pattern.next_question if number else pattern.first_question, supervised=False))
             segments += write_question(turn.text, form, start_end, has_images)
-            segments.append(Segment(pattern.after_question + pattern.answer_header, False))
+            segments.append(Segment(pattern.after_question + pattern.answer_header, supervised=False))
         else:  # `weighted` gives labels the weights of the record; `begin`: place of a segment in the answer's text
-            segments += weighted(Segment(pattern.before_answer, turn.learnt), turn)
-            segments += weighted(Segment(turn.text, turn.learnt, from_record=True), turn, begin=0)
-            segments += weighted(Segment(pattern.after_answer, turn.learnt), turn)
+            segments += weighted(Segment(pattern.before_answer, supervised=turn.learnt), turn)
+            segments += weighted(Segment(turn.text, supervised=turn.learnt, from_record=True), turn, begin=0)
+            segments += weighted(Segment(pattern.after_answer, supervised=turn.learnt), turn)
     return segments
 
 
@@ -162,14 +163,18 @@ def write_system(turn: Turn | None, form: Template) -> list[Segment]:
     """Return the segments before the first question, without labels: the system turn with the template's text around it
     or, without such a turn or with the template for captions, the template's own system text."""
     if turn is None or form.image_only:
-        return [Segment(form.system, False)]
+        return [Segment(form.system, supervised=False)]
     before, after = form.around_system
-    return [Segment(before, False), Segment(turn.text, False, from_record=True), Segment(after, False)]
+    return [
+        Segment(before, supervised=False),
+        Segment(turn.text, supervised=False, from_record=True),
+        Segment(after, supervised=False),
+    ]
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     if form.image_only:
-        return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), False)]
+        return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), supervised=False)]
     return tagged(image_first(text, has_images), image_tag(form, start_end), has_images)
 
 
@@ -177,10 +182,10 @@ def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
     """Return the segments of a question, none with labels, in which `tag` replaces each `<image>` tag. Without
     `has_images`, these tags are ordinary text."""
     first, *rest = text.split(IMAGE_TAG) if has_images else [text]
-    segments = [Segment(first, False, from_record=True)]
+    segments = [Segment(first, supervised=False, from_record=True)]
     for piece in rest:
-        segments.append(Segment(tag, False))
-        segments.append(Segment(piece, False, from_record=True))
+        segments.append(Segment(tag, supervised=False))
+        segments.append(Segment(piece, supervised=False, from_record=True))
     return segments
 
 
@@ -206,9 +211,9 @@ def own_prompt(
     segments = []
 
     def add_image(number: int) -> None:
-        segments.append(Segment(before, False))
-        segments.append(Segment(IMAGE_TAG, False, image=number))
-        segments.append(Segment(after, False))
+        segments.append(Segment(before, supervised=False))
+        segments.append(Segment(IMAGE_TAG, supervised=False, image=number))
+        segments.append(Segment(after, supervised=False))
 
     for piece in form.write(turns, where, media if form.images else "", has_labels):
         if piece.image is not None:
@@ -217,14 +222,16 @@ def own_prompt(
             for place, text in enumerate(piece.text.split(IMAGE_TAG)):  # images are tags in the text of a question
                 if place:
                     add_image(next(numbers))
-                segments.append(Segment(text, False, from_record=True))
+                segments.append(Segment(text, supervised=False, from_record=True))
         else:
             from_record = piece.turn is not None
-            own = Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer)
+            segment = Segment(
+                piece.text, supervised=piece.supervised, from_record=from_record, begins_answer=piece.begins_answer
+            )
             answer = None if piece.answer is None else turns[piece.answer]
             # a template at most strips white space from a text, so that what it writes is found in the answer's text
             begin = answer.text.find(piece.text) if answer is not None and from_record else None
-            segments += [own] if answer is None else weighted(own, answer, begin)
+            segments += [segment] if answer is None else weighted(segment, answer, begin)
     return without_bos(segments, form)
 
 

@@ -101,7 +101,9 @@ class AnswerEncoder(ABC):
                 if not sample.unlearnt:
                     return [sample]
         answers = self.writer.answers(record, turns)
-        found = join_samples(((own.turn, self.answer(own, record, longest)) for own in answers), self.tokenizer)
+        found = join_samples(
+            ((answer.turn, self.answer(answer, record, longest)) for answer in answers), self.tokenizer
+        )
         if not found:
             raise DataError(f"{record.where}: none of its answers is to be learnt; take it out", Kind.no_labels)
         return found
@@ -112,7 +114,8 @@ class AnswerEncoder(ABC):
         a row needs only once. Raise DataError if the record is invalid, if both answers have the same tokens, or if
         they have weights."""
         (chosen,), (rejected,) = (
-            self.samples(own, longest) for own in (without_rejected(record), record.with_rejected)
+            self.samples(record_of_answer, longest)
+            for record_of_answer in (without_rejected(record), record.with_rejected)
         )
         if np.array_equal(chosen.input_ids, rejected.input_ids):
             raise DataError(
@@ -124,7 +127,7 @@ class AnswerEncoder(ABC):
                 Kind.key_not_obeyed,
             )
         shared = shared_tokens(chosen, rejected) if self.prompt_once else 0
-        return replace(chosen, rejected=rejected, shared=shared)
+        return replace(chosen, rejected=rejected, shared_prompt_tokens=shared)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
         """Truncate the sample of a record to `max_length` tokens. Raise DataError if this cannot be done."""
@@ -164,8 +167,10 @@ class AnswerEncoder(ABC):
         # None: special tokens in a text are read as such; []: as ordinary text
         special = None if self.special_tokens is SpecialTokens.parse else []
         return [
-            replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own
-            for own in segments
+            replace(segment, text=beginning(segment.text, self.tokenizer, special, longest))
+            if len(segment.text) > LONG
+            else segment
+            for segment in segments
         ]
 
 
@@ -227,7 +232,7 @@ class ExactEncoder(AnswerEncoder):
             positions_cut=0,
             labels_cut=0,
             unlearnt=made.unlearnt,
-            places=tuple(order) if order != sorted(order) else None,  # None: the record's order
+            record_positions=tuple(order) if order != sorted(order) else None,  # None: the record's order
             prompt=made.prompt,
             kinds=made.kinds,
             weights=made.weights,
@@ -242,7 +247,7 @@ def without_rejected(record: Record) -> Record:
 def shared_tokens(chosen: Sample, rejected: Sample) -> int:
     """Return how many first tokens the samples of a pair can share in a row: the prompt without its last token, which
     predicts the first one of each answer. 0 if an image of the prompt is not wholly among them."""
-    labels = [place for own in (chosen, rejected) for place in np.flatnonzero(own.labels != IGNORE)[:1].tolist()]
+    labels = [place for sample in (chosen, rejected) for place in np.flatnonzero(sample.labels != IGNORE)[:1].tolist()]
     end = min([*(place - 1 for place in labels), common_length(chosen.input_ids, rejected.input_ids)])
     return max(0, end) if all(last <= end for _, last in chosen.image_spans) else 0
 
@@ -323,9 +328,9 @@ class OriginalEncoder:
     @property
     def fingerprint(self) -> str:
         """Text that changes with all settings that affect the token ids and labels."""
-        own = self.own
-        form = f"{own.form} {own.pad_id} {own.start_end} {self.teaching.weights.value}"
-        return f"llava_v1_5 {own.tokenizer.fingerprint} {form} {own.max_length}"
+        encoder = self.own
+        form = f"{encoder.form} {encoder.pad_id} {encoder.start_end} {self.teaching.weights.value}"
+        return f"llava_v1_5 {encoder.tokenizer.fingerprint} {form} {encoder.max_length}"
 
     def __call__(self, record: Record, turns: tuple[int, int] | None = None) -> Sample:
         """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279). It
@@ -415,16 +420,18 @@ def encode_segments(
         tokens = tokenizer.encode(chunk, inside) if chunk else []
         supervised = are_supervised(tokens, before[begin : end + 1])
         if of_text is not None and tokens:
-            own = token_weights([t.begin for t in tokens], [t.end for t in tokens], of_text[begin:end]).tolist()
-            supervised = [has_label and weight > 0 for has_label, weight in zip(supervised, own, strict=True)]
-            weights += own
+            weights_here = token_weights(
+                [t.begin for t in tokens], [t.end for t in tokens], of_text[begin:end]
+            ).tolist()
+            supervised = [has_label and weight > 0 for has_label, weight in zip(supervised, weights_here, strict=True)]
+            weights += weights_here
         ids += [token.id for token in tokens]
         labels += [token.id if has_label else IGNORE for token, has_label in zip(tokens, supervised, strict=True)]
         begin = end
     found, of_labels = (np.array(values, dtype=np.int64) for values in (ids, labels))
-    own = None if of_text is None else np.array(weights, dtype=np.int32)
-    is_full = own is None or (own[of_labels != IGNORE] == FULL_WEIGHT).all()
-    return ChatIds(found, of_labels, unlearnt=0, weights=None if is_full else own)
+    all_weights = None if of_text is None else np.array(weights, dtype=np.int32)
+    is_full = all_weights is None or (all_weights[of_labels != IGNORE] == FULL_WEIGHT).all()
+    return ChatIds(found, of_labels, unlearnt=0, weights=None if is_full else all_weights)
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:

@@ -105,10 +105,10 @@ def encode_chat(
             moved = prompt_length + len(answer) - after
             spans = [(a + moved, b + moved) if a >= after else (a, b) for a, b in spans]
             is_apart = True
-            own = [not chat.is_context(token, begin) for token in answer]
+            is_of_answer = [not chat.is_context(token, begin) for token in answer]
             # the first token of the prompt's end may be the one that ends the answer before: it keeps its label
             kept, rest = first + 1, len(prompt) - 1
-            marked = np.concatenate([marked[:kept], np.zeros(rest, bool), np.array(own, bool), marked[after:]])
+            marked = np.concatenate([marked[:kept], np.zeros(rest, bool), np.array(is_of_answer, bool), marked[after:]])
             if kinds is not None:
                 own_kinds = chat.kinds_of([begin + token.begin for token in answer])
                 assert own_kinds is not None
@@ -139,7 +139,7 @@ def encode_chat(
     if adds_bos and tokenizer.bos is not None:
         made = np.insert(made, 0, [tokenizer.bos, IGNORE], axis=1)
         spans = [(a + 1, b + 1) for a, b in spans]
-        kinds, weights = (None if own is None else np.insert(own, 0, 0) for own in (kinds, weights))
+        kinds, weights = (None if values is None else np.insert(values, 0, 0) for values in (kinds, weights))
         prompt_length += 1
     if has_places:
         return ChatIds(made[0], made[1], unlearnt, prompt_length, kinds, weights)
@@ -151,10 +151,10 @@ def encode_chat(
 def character_weights(segments: Sequence[Segment], texts: Sequence[str]) -> np.ndarray | None:
     """Return the weight of each character of the joined texts of segments, in units of 1 / FULL_WEIGHT, int32
     [characters]; 0 for a character without a label. Return None if all weights are 1."""
-    if all(own.weight == FULL_WEIGHT for own in segments):
+    if all(segment.weight == FULL_WEIGHT for segment in segments):
         return None
-    own = np.array([own.weight if own.supervised else 0 for own in segments], dtype=np.int32)
-    return np.repeat(own, [len(text) for text in texts])
+    of_segments = np.array([s.weight if s.supervised else 0 for s in segments], dtype=np.int32)
+    return np.repeat(of_segments, [len(text) for text in texts])
 
 
 def token_weights(begins: Sequence[int], ends: Sequence[int], weights: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ class TokenizedChat:
         """Range of characters of each answer that may have labels, with what ends it."""
         self.context: list[Stretch] = []
         """Ranges of characters of an answer that have no labels: a thought that is only read."""
-        self.kinds = [(begin, own.kind) for begin, own in zip(starts, segments, strict=False)]
+        self.kinds = [(begin, segment.kind) for begin, segment in zip(starts, segments, strict=False)]
         """The first character of each segment, and what part of an answer the segment is."""
         self.unlearnt = 0
         """Number of answers that have no labels because of what the template writes."""
@@ -241,7 +241,7 @@ class TokenizedChat:
         at = 0
         pairs = zip(segments, texts, strict=True)
         for from_record, stretch in itertools.groupby(pairs, lambda pair: pair[0].from_record):
-            text = "".join(own for _, own in stretch)
+            text = "".join(piece for _, piece in stretch)
             found += [] if from_record else [(at + a, at + b) for a, b in self.tokenizer.find_special(text)]
             at += len(text)
         return found

@@ -30,7 +30,7 @@ def join_samples(answers: Iterable[tuple[int, Sample]], tokenizer: Tokenizer) ->
             first = made[-1].turns
             assert first is not None
             made[-1] = replace(joined, turns=(first[0], turn))
-    return made if len(made) > 1 else [replace(own, turns=None) for own in made]
+    return made if len(made) > 1 else [replace(sample, turns=None) for sample in made]
 
 
 def continued(before: Sample, new: Sample, tokenizer: Tokenizer) -> Sample | None:
@@ -51,7 +51,9 @@ def continued(before: Sample, new: Sample, tokenizer: Tokenizer) -> Sample | Non
         kinds = np.concatenate([before.kinds, kinds[length:]])
     weights = new.weights
     if before.weights is not None or weights is not None:
-        earlier, later = (np.full(len(own.labels), FULL_WEIGHT, np.int32) if own.weights is None else own.weights
-                          for own in (before, new))  # fmt: skip
+        earlier, later = (
+            np.full(len(sample.labels), FULL_WEIGHT, np.int32) if sample.weights is None else sample.weights
+            for sample in (before, new)
+        )
         weights = np.concatenate([earlier, later[length:]])
     return replace(new, labels=np.concatenate([before.labels, new.labels[length:]]), kinds=kinds, weights=weights)

@@ -54,7 +54,7 @@ class Sample:
     unlearnt: int = 0
     """Number of answers without labels, because a model's own chat template, or its tokenizer, writes them in the
     prompts of later answers in another way than a model generates them."""
-    places: tuple[int, ...] | None = None
+    record_positions: tuple[int, ...] | None = None
     """For each image, its index among those of the record; None: they have the order of the record."""
     processor_text: ProcessorText | None = None
     """Only for models whose images are prepared by their processor."""
@@ -70,22 +70,25 @@ class Sample:
     rejected: "Sample | None" = None
     """The prompt with the rejected answer, if the sample is a pair. The other fields are then those of the prompt with
     the chosen answer, except `positions_cut` and `labels_cut`, which count both."""
-    shared: int = 0
+    shared_prompt_tokens: int = 0
     """Number of tokens at the beginning of both samples of a pair that a row has only once (`data.prompt_once`); all
     images are in them."""
 
     @property
     def answers(self) -> "list[Sample]":
         """Return this sample; if it is a pair, its two samples instead: the whole prompt with the chosen answer, and
-        the whole prompt with the rejected one. (`shared`: tokens that both have in common.)"""
-        return [self] if self.rejected is None else [replace(self, rejected=None, shared=0), self.rejected]
+        the whole prompt with the rejected one. (`shared_prompt_tokens`: tokens that both have in common.)"""
+        return (
+            [self] if self.rejected is None else [replace(self, rejected=None, shared_prompt_tokens=0), self.rejected]
+        )
 
     @property
     def parts(self) -> "list[Sample]":
         """Return what is put into a row of a batch: this sample or, if it is a pair, the sample of the chosen answer
-        and that of the rejected one, without the first `shared` tokens, which the row has once for both."""
+        and that of the rejected one, without the first `shared_prompt_tokens` tokens, which the row has once for
+        both."""
         first, *others = self.answers
-        return [first, *(other.without_beginning(self.shared) for other in others)]
+        return [first, *(other.without_beginning(self.shared_prompt_tokens) for other in others)]
 
     @property
     def length(self) -> int:
@@ -143,7 +146,7 @@ class Sample:
 
     def place(self, number: int) -> int:
         """Return the index of an image among those of the record."""
-        return number if self.places is None else self.places[number]
+        return number if self.record_positions is None else self.record_positions[number]
 
 
 @dataclass(frozen=True)

@@ -76,18 +76,18 @@ class Teaching:
             features = form.features
         except Unfit as unfit:
             raise ConfigError(f"data.template={OWN}: the chat template {form.path} {unfit}") from unfit
-        own: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.empty_thoughts is EmptyThoughts.context and features.switch is not None:
-            own[features.switch] = False
+            variables[features.switch] = False
         if self.history is History.keep:
             if features.keeps is None:
                 raise ConfigError(
                     f"data.history=keep: the chat template {form.path} has no variable that keeps the thoughts of "
                     "earlier turns in its prompts; set data.history=template"
                 )
-            own[features.keeps[0]] = features.keeps[1]
+            variables[features.keeps[0]] = features.keeps[1]
         # the caches (layouts, prompt_ends) are emptied, because other variables give other texts
-        return replace(form, variables=form.variables | own, known=features, layouts={}, prompt_ends={})
+        return replace(form, variables=form.variables | variables, known=features, layouts={}, prompt_ends={})
 
     def hides_empty(self, form: ChatTemplate) -> bool:
         """Return whether the template writes an empty thought before answers without one, and it must get no labels."""
@@ -138,30 +138,30 @@ class Teaching:
         knows = features is not None and features.thoughts
         if is_in_text and not knows and self.thoughts in (Thoughts.refuse, Thoughts.train):
             return turn  # to a template that knows no thoughts, it is text
-        own = apart(turn, where) if any(tag in turn.text for tag in TAGS) else turn
-        if own is not turn and turn.weights is not None and turn.weights.spans is not None:
+        answer = apart(turn, where) if any(tag in turn.text for tag in TAGS) else turn
+        if answer is not turn and turn.weights is not None and turn.weights.spans is not None:
             raise DataError(
                 f"{where} has a train_detail, and a thought in its text; write the thought under the key "
                 "reasoning_content, and count characters in the text behind it",
                 Kind.key_not_obeyed,
             )
-        is_empty = not (own.thought or "").strip()
+        is_empty = not (answer.thought or "").strip()
         # an empty answer with an empty thought under a key of its own is like an empty answer without thought
-        if not own.text.strip() and not own.calls and not (is_empty and own is turn):
+        if not answer.text.strip() and not answer.calls and not (is_empty and answer is turn):
             raise DataError(f"{where} has a thought and no answer; take the record out", Kind.empty_answer)
         if is_empty:
-            return replace(own, thought=None)
+            return replace(answer, thought=None)
         if self.thoughts is Thoughts.refuse:
             raise DataError(f"{where} has a thought before its answer; {CURE}", Kind.key_not_obeyed)
         if self.thoughts is Thoughts.drop:
-            own = replace(own, thought=None)
+            answer = replace(answer, thought=None)
         elif not knows:
             raise DataError(
                 f"{where} has a thought, and data.thoughts={self.thoughts.value}; the conversation template shows no "
                 "thoughts: set data.thoughts=drop, or write them into the texts of the answers",
                 Kind.key_not_obeyed,
             )
-        return own
+        return answer
 
 
 DEFAULT = Teaching()

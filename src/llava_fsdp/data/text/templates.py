@@ -64,7 +64,7 @@ class Template:
 
     adds_bos = True
     """Whether the tokenizer's BOS token, if it has one, is put before the text."""
-    begin = ""
+    text_before_answer = ""
     thought = ("", "")
     """Text that a model writes before an answer, apart from white space."""
 

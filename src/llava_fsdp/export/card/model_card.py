@@ -175,15 +175,15 @@ def model_card(
     """
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
-    own = [entry for entry in scores if all(entry.get(key) == notes.get(key) for key in ("run", "step"))]
+    own_scores = [entry for entry in scores if all(entry.get(key) == notes.get(key) for key in ("run", "step"))]
     kind = next((kind for kind in FolderKind if kind.value == notes.get(KIND)), None)
     parts = [
-        f"---\n{metadata(kind, notes, config, place.rpartition('/')[2], own)}---",
+        f"---\n{metadata(kind, notes, config, place.rpartition('/')[2], own_scores)}---",
         WRITTEN,
         *([f"`{PLACE}` stands for this folder, or its name on the hub."] if place == PLACE else []),
         f"# {place.rpartition('/')[2]}",
         table(("", ""), facts(notes, config)),
-        *([f"## Scores\n\n{table_of_scores(own)}"] if own else []),
+        *([f"## Scores\n\n{table_of_scores(own_scores)}"] if own_scores else []),
         *(
             ["## Before you use it\n\n" + "\n".join(f"- {remark}" for remark in notes[REMARKS])]
             if notes.get(REMARKS)

@@ -59,10 +59,10 @@ def check_for_llama_cpp(source: SourceModel | WholeSource, with_clip: bool) -> N
         splitting_rule(read_json(tokenizer, largest=LARGE), tokenizer)
 
 
-def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -> dict[str, Any]:
-    """Write `model.gguf`, `mmproj.gguf` and a `Modelfile` for Ollama into the folder `staged`, which exists. Return
-    what its `llava_fsdp.json` is to say besides digests. Raise ModelError if llama.cpp would tokenize texts otherwise,
-    or has no place for a tensor.
+def write_gguf_folder(source: Path, export_folder: Path, asked: KeptDType, name: str) -> dict[str, Any]:
+    """Write `model.gguf`, `mmproj.gguf` and a `Modelfile` for Ollama into the folder `export_folder`, which exists.
+    Return what its `llava_fsdp.json` is to say besides digests. Raise ModelError if llama.cpp would tokenize texts
+    otherwise, or has no place for a tensor.
 
     Args:
         source: folder of a LLaVA in transformers' format, which `llava-fsdp export` wrote.
@@ -70,13 +70,13 @@ def write_gguf_folder(source: Path, staged: Path, asked: KeptDType, name: str) -
         name: name of the model, which llama.cpp shows.
     """
     folder = ModelFolder(source)
-    write_language(folder, staged / MODEL, asked, name)
-    write_vision(folder, staged / MMPROJ, asked, name)
+    write_language(folder, export_folder / MODEL, asked, name)
+    write_vision(folder, export_folder / MMPROJ, asked, name)
     tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-    keys = keys_of(staged / MODEL)
+    keys = keys_of(export_folder / MODEL)
     ends = [keys[f"tokenizer.ggml.{end}_token_id"] for end in ENDS if f"tokenizer.ggml.{end}_token_id" in keys]
     stops = [keys["tokenizer.ggml.tokens"][number] for number in ends]
-    (staged / "Modelfile").write_text(modelfile(find_texts(tokenizer), stops))
+    (export_folder / "Modelfile").write_text(modelfile(find_texts(tokenizer), stops))
     notes = {key: value for key, value in read_notes(source).items() if key not in ("files", "digest", "dtype")}
     remarks = [*log_remarks(remarks_on(folder)), *notes.get(REMARKS, [])]
     return {**notes, "dtype": asked.value, REMARKS: remarks}
@@ -102,12 +102,12 @@ def remarks_on(folder: ModelFolder) -> list[str]:
     return found
 
 
-def prove_gguf_folder(source: Path, staged: Path) -> str:
-    """Compare the GGUF files in `staged` with the model folder of which they were made: every tensor, key and token id,
-    and, if the package xllamacpp is installed, the answers of llama.cpp. Return what was compared, in words. Raise
-    ModelError if they differ."""
+def prove_gguf_folder(source: Path, export_folder: Path) -> str:
+    """Compare the GGUF files in `export_folder` with the model folder of which they were made: every tensor, key and
+    token id, and, if the package xllamacpp is installed, the answers of llama.cpp. Return what was compared, in words.
+    Raise ModelError if they differ."""
     folder = ModelFolder(source)
-    prove_files(folder, staged)
+    prove_files(folder, export_folder)
     equal = "its tensors and token ids are the source's"
     if not has_llama_cpp():
         return f"{equal}; llama.cpp was not run (pip install xllamacpp)"
@@ -115,7 +115,7 @@ def prove_gguf_folder(source: Path, staged: Path) -> str:
     if read_host().free < 2 * needed:
         return f"{equal}; llama.cpp was not run: transformers and it need {readable(2 * needed)} of memory together"
     try:
-        found = prove_by_llama_cpp(source, staged, with_images=folder.vision["model_type"] != CLIP)
+        found = prove_by_llama_cpp(source, export_folder, with_images=folder.vision["model_type"] != CLIP)
     except NoAnswer as error:
         log().warning("%s", error)
         return f"{equal}; llama.cpp gave no answer"

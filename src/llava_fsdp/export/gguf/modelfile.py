@@ -25,24 +25,25 @@ class Texts:
     Attributes:
         begin: before the first question, if there is no system message.
         before_system, after_system: around a system message, before the first question.
-        answer: after the last question, up to the answer to come.
-        answered: between an earlier question and its answer, which may have a space more.
-        question: between an answer and the next question.
+        after_last_question: up to the answer to come.
+        after_earlier_question: up to its answer, which may have a space more.
+        after_answer: up to the next question.
     """
 
     begin: str
     before_system: str | None
     after_system: str
-    answer: str
-    answered: str
-    question: str
+    after_last_question: str
+    after_earlier_question: str
+    after_answer: str
 
     def render(self, system: str | None, texts: list[str]) -> str:
         """Return a conversation (question, answer, ..., question) up to the beginning of its next answer."""
         begin = self.begin if system is None else f"{self.before_system}{system}{self.after_system}"
-        # behind an earlier question comes `answered`, behind an answer `question`, behind the last question `answer`
-        between = [(self.answered, self.question)[n % 2] for n in range(len(texts) - 1)]
-        return begin + "".join(text + after for text, after in zip(texts, [*between, self.answer], strict=True))
+        between = [(self.after_earlier_question, self.after_answer)[n % 2] for n in range(len(texts) - 1)]
+        return begin + "".join(
+            text + after for text, after in zip(texts, [*between, self.after_last_question], strict=True)
+        )
 
 
 def find_texts(tokenizer: Any) -> Texts | None:
@@ -55,13 +56,15 @@ def find_texts(tokenizer: Any) -> Texts | None:
     turns = (QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1], QUESTIONS[2])
     before_system, after_system = None, ""
     try:
-        begin, found, answer = rendered(turns[:1]).partition(QUESTIONS[0])
-        answered, was_answered, rest = rendered(turns[:3]).partition(QUESTIONS[0])[2].partition(ANSWERS[0])
-        question, was_asked, _ = rest.partition(QUESTIONS[1])
+        begin, was_found, after_last_question = rendered(turns[:1]).partition(QUESTIONS[0])
+        after_earlier_question, was_answered, rest = (
+            rendered(turns[:3]).partition(QUESTIONS[0])[2].partition(ANSWERS[0])
+        )
+        after_answer, was_asked, _ = rest.partition(QUESTIONS[1])
         conversation = rendered(turns)
     except TemplateRefused:
         return None
-    if not (found and was_answered and was_asked):
+    if not (was_found and was_answered and was_asked):
         return None
     try:
         with_system = rendered(turns, SYSTEM)
@@ -70,7 +73,14 @@ def find_texts(tokenizer: Any) -> Texts | None:
         before_system = before_system if is_there else None
     except TemplateRefused:
         with_system = None
-    texts = Texts(begin, before_system, after_system, answer, answered, question)
+    texts = Texts(
+        begin=begin,
+        before_system=before_system,
+        after_system=after_system,
+        after_last_question=after_last_question,
+        after_earlier_question=after_earlier_question,
+        after_answer=after_answer,
+    )
     if texts.render(None, [*turns]) != conversation:
         return None
     if before_system is not None and texts.render(SYSTEM, [*turns]) != with_system:
@@ -94,9 +104,10 @@ def go_template(texts: Texts) -> str:
         f"{begin}{{{{ range $i, $_ := .Messages }}}}"
         "{{ $last := eq (len (slice $.Messages $i)) 1 }}"
         f'{{{{ if eq .Role "user" }}}}{{{{ .Content }}}}'
-        f"{{{{ if $last }}}}{go_text(texts.answer)}{{{{ else }}}}{go_text(texts.answered)}{{{{ end }}}}"
+        f"{{{{ if $last }}}}{go_text(texts.after_last_question)}"
+        f"{{{{ else }}}}{go_text(texts.after_earlier_question)}{{{{ end }}}}"
         f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}'
-        f"{{{{ if not $last }}}}{go_text(texts.question)}{{{{ end }}}}"
+        f"{{{{ if not $last }}}}{go_text(texts.after_answer)}{{{{ end }}}}"
         "{{ end }}{{ end }}"
     )
 

@@ -65,9 +65,9 @@ class NoAnswer(ModelError):
     """Error: llama.cpp gave no answer in time, so that nothing was compared."""
 
 
-def prove_by_llama_cpp(folder: Path, made: Path, with_images: bool) -> str:
-    """Compare the answers of the GGUF files in `made` with those of the model in `folder` of which they were made;
-    return in words how far they differ.
+def prove_by_llama_cpp(folder: Path, gguf_folder: Path, with_images: bool) -> str:
+    """Compare the answers of the GGUF files in `gguf_folder` with those of the model in `folder` of which they were
+    made; return in words how far they differ.
 
     Args:
         with_images: whether to compare a question with an image, too. The image has the size of the vision tower's
@@ -78,18 +78,24 @@ def prove_by_llama_cpp(folder: Path, made: Path, with_images: bool) -> str:
     """
     processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     asked = answers_of_transformers(folder, processor, with_images)
-    found = run_llama_cpp(made / "model.gguf", made / "mmproj.gguf" if with_images else None, asked)
+    found = run_llama_cpp(gguf_folder / "model.gguf", gguf_folder / "mmproj.gguf" if with_images else None, asked)
     special = processor.tokenizer.all_special_ids
     # the type of weights in the files that may differ most
-    kind = max(types_in(made / "model.gguf") | types_in(made / "mmproj.gguf"), key=BOUNDS.__getitem__)
-    return "; ".join(compare(one, theirs, kind, special, made) for one, theirs in zip(asked, found, strict=True))
+    matrix_type = max(
+        types_in(gguf_folder / "model.gguf") | types_in(gguf_folder / "mmproj.gguf"), key=BOUNDS.__getitem__
+    )
+    return "; ".join(
+        compare_answer(one, theirs, matrix_type, special, gguf_folder) for one, theirs in zip(asked, found, strict=True)
+    )
 
 
-def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: list[int], made: Path) -> str:
+def compare_answer(
+    asked: ComparedAnswer, theirs: dict[str, Any], matrix_type: str, special: list[int], gguf_folder: Path
+) -> str:
     """Compare an answer of llama.cpp (`theirs`, of `llama_cpp_server`) with transformers', and return the difference in
-    words. Raise ModelError if it is too large. `kind`: type of the model's matrices (F16, ...); `special`: ids of the
-    special tokens; `made`: folder of the GGUF files, for messages."""
-    what = f"llama.cpp with {made}, asked {asked.messages[0]['content'][-1]['text']!r},"
+    words. Raise ModelError if it is too large. `matrix_type`: type of the model's matrices (F16, ...); `special`:
+    ids of the special tokens; `gguf_folder`: for messages."""
+    what = f"llama.cpp with {gguf_folder}, asked {asked.messages[0]['content'][-1]['text']!r},"
     if "error" in theirs:
         raise ModelError(f"{what} fails: {theirs['error'][:400]}")
     if asked.image is None and theirs["ids"] != asked.ids:
@@ -103,14 +109,16 @@ def compare(asked: ComparedAnswer, theirs: dict[str, Any], kind: str, special: l
     # llama.cpp ends at more tokens than training, which it knows by their names
     ended = bool(tokens) and same == len(tokens) and tokens[-1] in special
     # where transformers' first two choices differ by at most the bound, llama.cpp may choose another token
-    if same < len(asked.answer) and not ended and asked.margins[same] > BOUNDS[kind]:
+    if same < len(asked.answer) and not ended and asked.margins[same] > BOUNDS[matrix_type]:
         raise ModelError(f"{what} answers {tokens}, and transformers {asked.answer}")
     # the server tells nothing of tokens that are a part of a character
     told = {one["id"]: one["logprob"] for one in answer["completion_probabilities"]}
     once = [n for n, token in enumerate(tokens[:same]) if tokens.count(token) == 1 and token in told]
     far = max((abs(told[tokens[n]] - asked.logs[n]) for n in once), default=0.0)
-    if not far <= BOUNDS[kind]:
-        raise ModelError(f"{what} differs by {far:.3g} in a log-probability (bound {BOUNDS[kind]} for {kind})")
+    if not far <= BOUNDS[matrix_type]:
+        raise ModelError(
+            f"{what} differs by {far:.3g} in a log-probability (bound {BOUNDS[matrix_type]} for {matrix_type})"
+        )
     image = "" if asked.image is None else " with an image"
     return f"{same} of {len(tokens)} tokens{image}, log-probabilities of {len(once)} within {far:.2g}"
 

@@ -45,7 +45,7 @@ class Vocabulary:
         tokens, types: text and `gguf.TokenType` of each token, in the order of their ids.
         merges: pairs of tokens, joined by a space, in the order in which they are joined; for the algorithm `gpt2`.
         scores: the higher, the earlier a token is joined; for the algorithm `llama`.
-        rule: llama.cpp's name of the splitting rule; empty for the algorithm `llama`.
+        splitting_rule: llama.cpp's name of it; empty for the algorithm `llama`.
         adds_space: whether a space is put before each text that follows a special token, or begins a prompt.
     """
 
@@ -53,7 +53,7 @@ class Vocabulary:
     types: list[int]
     merges: list[str]
     scores: list[float]
-    rule: str
+    splitting_rule: str
     adds_space: bool
 
 
@@ -65,9 +65,9 @@ def add_vocabulary(writer: Any, folder: Path, rows: int) -> None:
         ModelError: llama.cpp would tokenize a text otherwise.
     """
     vocabulary = read_vocabulary(folder, rows)
-    if vocabulary.rule:  # byte-level BPE: llama.cpp's name of the rule that splits a text before merging
+    if vocabulary.splitting_rule:  # byte-level BPE: llama.cpp's name of the rule that splits a text before merging
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(vocabulary.rule)
+        writer.add_tokenizer_pre(vocabulary.splitting_rule)
         writer.add_token_merges(vocabulary.merges)
     else:
         writer.add_tokenizer_model("llama")
@@ -122,7 +122,7 @@ def read_vocabulary(folder: Path, rows: int) -> Vocabulary:
         for section in ("normalizer", "pre_tokenizer")
         for step in steps_of(content.get(section))
     )
-    return Vocabulary(tokens, [int(kind) for kind in types], merges, scores, rule, adds_space)
+    return Vocabulary(tokens, [int(kind) for kind in types], merges, scores, splitting_rule=rule, adds_space=adds_space)
 
 
 def normalizes(folder: Path) -> bool:
@@ -141,7 +141,7 @@ def splitting_rule(content: Mapping[str, Any], path: Path) -> str:
         if content["model"].get("byte_fallback"):
             return ""
         raise ModelError(f"{path} has no tokens for bytes (byte_fallback), which llama.cpp needs")
-    rule = RULES.get(tuple(described(step) for step in steps))
+    rule = RULES.get(tuple(rule_key_of_step(step) for step in steps))
     reason = ""
     if rule is None:
         reason = f"its pre_tokenizer is not one of {', '.join(RULES.values())}, and its words do not begin with {SPACE}"
@@ -163,7 +163,7 @@ def steps_of(section: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     )
 
 
-def described(step: Mapping[str, Any]) -> tuple[str, object]:
+def rule_key_of_step(step: Mapping[str, Any]) -> tuple[str, object]:
     """Return a step of a `tokenizer.json` as RULES has it: (kind, its regular expression or flag; None if unknown)."""
     kind = step["type"]
     if kind == "Split":
@@ -186,8 +186,8 @@ def special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
         if text in tokens:
             found[name] = tokens.index(text)
     # `eos_token` has the key eos only if it ends an answer, and then comes first: a chat template may use it otherwise
-    own = found.pop("eos", None)
-    ends = sorted(eos_ids(generation, folder / "generation_config.json"), key=lambda token: (token != own, token))
+    eos = found.pop("eos", None)
+    ends = sorted(eos_ids(generation, folder / "generation_config.json"), key=lambda token: (token != eos, token))
     if len(ends) > len(ENDS):
         raise ModelError(
             f"{len(ends)} tokens end an answer, and a GGUF file has places for {len(ENDS)}; train with a template "
@@ -212,7 +212,7 @@ def open_vocabulary(keys: Mapping[str, Any]) -> FastTokenizer:
             raise ModelError(f"the file names the splitting rule {rule}, which is not known")
         merges = [tuple(merge.split(" ")) for merge in keys["tokenizer.ggml.merges"]]
         made = FastTokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule in WHOLE_WORDS))
-        made.pre_tokenizer = pre_tokenizers.Sequence([built(kind, value) for kind, value in steps])
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizer_of_rule_step(kind, value) for kind, value in steps])
         made.decoder = decoders.ByteLevel()
     else:
         scores = keys["tokenizer.ggml.scores"]
@@ -239,7 +239,7 @@ def open_vocabulary(keys: Mapping[str, Any]) -> FastTokenizer:
     return made
 
 
-def built(kind: str, value: object) -> pre_tokenizers.PreTokenizer:
+def pre_tokenizer_of_rule_step(kind: str, value: object) -> pre_tokenizers.PreTokenizer:
     """Build a step of RULES from its kind, and its regular expression or flag (`value`)."""
     if kind == "Split":
         return pre_tokenizers.Split(Regex(str(value)), "isolated")

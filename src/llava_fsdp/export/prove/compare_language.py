@@ -139,7 +139,7 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
     parts = parts_of(small, CLIPVisionConfig(**TOWER))
     with torch.random.fork_rng(devices=[]):
         ours = random_model(parts)
-        theirs = own_class(small, ours)
+        theirs = transformers_model_with_weights_of(small, ours)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(4, parts.language.vocab_size, (TEXTS, TOKENS), generator=generator)
         with torch.no_grad(), library_errors(f"transformers cannot run a {small.model_type}"):
@@ -221,7 +221,7 @@ def build(config: PretrainedConfig) -> Any:
     return theirs
 
 
-def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
+def transformers_model_with_weights_of(config: PretrainedConfig, ours: Architecture) -> Any:
     """Build transformers' own class of a language or vision-language model on the CPU, with the weights of `ours`.
 
     Raises:

@@ -46,7 +46,7 @@ def compare_whole(source: SourceModel) -> None:
         small, values = small_copy(without_adapters(source))
         ours = load_copy(small.model, values, torch.float32)
         with library_errors(f"transformers cannot run a small copy of a {config.model_type}"):
-            theirs = own_class(config, source.model, ours, small.grid_pinpoints)
+            theirs = transformers_model_with_weights_of(config, source.model, ours, small.grid_pinpoints)
             rule = tokens_of(theirs.config, ours)
             micro, sizes = random_rows(ours, rule)
             expected = exported_logits(theirs, micro, micro.images["tiles"], sizes)
@@ -88,7 +88,9 @@ def tokens_of(config: Any, model: Architecture) -> ImageTokens:
     return ImageTokens(aspect, tile, model.image_tokens, tuple(grid_sizes(pinpoints, tile, aspect)), merge, 1)
 
 
-def own_class(config: Any, model: Architecture, ours: Architecture, grids: list[list[int]]) -> Any:
+def transformers_model_with_weights_of(
+    config: Any, model: Architecture, ours: Architecture, grids: list[list[int]]
+) -> Any:
     """Build transformers' own class of a whole model for its small copy on the CPU, with the small copy's weights.
 
     Args:

@@ -26,7 +26,13 @@ from llava_fsdp.export.prove.verify_logits import (
 from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.export.write.chat_template import PROBE_SIZE
 from llava_fsdp.export.write.folded_head import HEAD, with_folded_head
-from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
+from llava_fsdp.export.write.formats import (
+    SourceModel,
+    hf_config,
+    write_hf_config,
+    write_hf_except_weights,
+    write_hf_weights,
+)
 from llava_fsdp.export.write.generation_file import write_generation_of_class
 from llava_fsdp.export.write.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.write.weights_writer import Weights
@@ -53,13 +59,13 @@ class CannotBeExported(ModelError):
     """Error: transformers cannot load the export of a model, or would compute something else with it."""
 
 
-def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
+def write_hf(source: SourceModel, weights: Weights, export_folder: Path) -> None:
     """Write the configuration and weights of a model folder for transformers, but no tokenizer. The image, padding and
     video tokens get the ids after those of the model's vocabulary."""
     first = source.vocabulary
     ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
-    write_hf_config(source, weights.common_dtype, staged, ids, first + len(ids))
-    write_hf_weights(source, weights, staged, first + len(ids))
+    write_hf_config(source, weights.common_dtype, export_folder, ids, first + len(ids))
+    write_hf_weights(source, weights, export_folder, first + len(ids))
 
 
 def rehearse(source: SourceModel | WholeSource, dtype: torch.dtype) -> None:
@@ -88,7 +94,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
     """
     model, parts = source.model, source.model.parts
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
-        rows, _ = begin_hf(source, dtype, Path(made))  # number of rows of the exported embeddings
+        rows = write_hf_except_weights(source, dtype, Path(made)).rows
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
             check_image_tokens(Path(made), PROBE_SIZE, len(source.image_tokens.of(PROBE_SIZE, 1)))
     try:

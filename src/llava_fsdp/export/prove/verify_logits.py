@@ -304,11 +304,11 @@ def logits_of_folder(
     for a micro-batch: float32 [labels, vocabulary]. `sizes`: width and height in pixels of each image."""
     if form is FolderFormat.hf:
         return reloaded_logits(folder, micro, micro.images["tiles"], compute, sizes)
-    cfg = read_model(folder, None, None)  # the folder names its language model and vision tower
+    cfg = read_model(folder)  # the folder names its language model and vision tower
     parts = find_parts(cfg)
     model = build_architecture(parts, cfg, compute)
     # no projector of its own, and a seed that is not used: all weights are in the folder
-    return logits(load_copy(model, find_weights(model, parts, cfg, None, 0), compute), micro)
+    return logits(load_copy(model, find_weights(model, parts, cfg), compute), micro)
 
 
 @torch.no_grad()

@@ -77,11 +77,11 @@ def logits_of_export(
 def check_loaded(model: Any, weights: Mapping[str, Stored], folder: Path) -> None:
     """Raise ModelError unless the parameters of a loaded class are those in `weights`, to the bit in the dtype of the
     class. Parameters that are not in `weights` are not compared."""
-    own = dict(model.named_parameters())
-    if lacking := sorted(weights.keys() - own.keys()):
+    parameters = dict(model.named_parameters())
+    if lacking := sorted(weights.keys() - parameters.keys()):
         raise ModelError(f"{folder} was written, but transformers' {type(model).__name__} has no {lacking[0]}")
     for name, stored in weights.items():
-        if not torch.equal(stored.rows(0, stored.shape[0]).to(own[name].dtype), own[name]):
+        if not torch.equal(stored.rows(0, stored.shape[0]).to(parameters[name].dtype), parameters[name]):
             raise ModelError(f"{folder} was written, but transformers loads another {name} from it")
 
 

@@ -53,17 +53,19 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
     ("what?", "nothing", "<image>\nand here?", "a  circle"),
 )
-"""Test conversations for `rehearse`, as (question, answer, ...), to which wrong chat templates gave other token ids."""
+"""Test conversations for `first_conversation_with_other_ids`, as (question, answer, ...), to which wrong chat templates
+gave other token ids."""
 VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
     ("<video>\nwhat colour  is it?", "red", "and now", "blue"),
     ("is  it\n<video> ", "12 größe 中文 🙂"),
     ("first <image> , then<video>\n<video>", "two", "text", "c", "x <video>y <image> z", "d"),
 )
-"""Test conversations for `rehearse` that contain videos, for chat templates that accept them."""
+"""Test conversations for `first_conversation_with_other_ids` that contain videos, for chat templates that accept
+them."""
 PROBE_SIZE = (31, 50)
 """Width and height in pixels of the images with which an export's processor is tried."""
 SYSTEM_PROBE = " be  kind\n"
-"""System message of the test conversations that `rehearse` compares."""
+"""System message of the test conversations that `first_conversation_with_other_ids` compares."""
 IMAGE_PROBES: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (PROBES[0], None),
     (PROBES[1], SYSTEM_PROBE),
@@ -71,7 +73,7 @@ IMAGE_PROBES: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (PROBES[6], None),
     (("<image> or  <image>?", "a", "and\n<image> now?", "b"), None),
 )
-"""Test conversations for `rehearse_images`, each with its system message or None."""
+"""Test conversations for `first_image_conversation_with_other_ids`, each with its system message or None."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def find_gap(theirs: Any, ours: Tokenizer) -> GapRule:
     A Llama tokenizer with `legacy=false` puts one space before each text that it encodes. Training encodes every
     stretch of text between images separately, but transformers the whole conversation as one text, so that spaces are
     missing. `GapRule(True, texts)` puts one before each stretch that does not begin with one of `texts`. If no rule
-    gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
+    gives equal ids, the rule without spaces is returned; `first_conversation_with_other_ids` then reports the
+    difference.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     # those that the tokenizer of training, too, takes for special tokens at the beginning of a text
@@ -243,7 +246,7 @@ def read_beside_text(template: ChatTemplate) -> list[str]:
         features = template.features
     except Unfit:
         return []
-    return [own for own in (features.form.thought, "tool_calls" if features.tools else None) if own is not None]
+    return [key for key in (features.form.thought, "tool_calls" if features.tools else None) if key is not None]
 
 
 def extra_lines(keys: Sequence[str], content: str) -> list[str]:
@@ -420,7 +423,9 @@ def question_lines(template: Template | ChatTemplate, start_end: bool, results: 
     ]
 
 
-def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool) -> str | None:
+def first_conversation_with_other_ids(
+    folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool
+) -> str | None:
     """Compare the token ids that an exported model's chat template gives with those of training, for test conversations
     and their prompts (all but the last answer). Return a message about the first whose ids differ, or None.
 
@@ -466,7 +471,7 @@ def template_ids(tokenizer: Any, messages: list[dict[str, Any]], add_generation_
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def rehearse_images(
+def first_image_conversation_with_other_ids(
     folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool, tokens: ImageTokens
 ) -> str | None:
     """Compare the token ids of test conversations with images and of their prompts: those of an exported model's
@@ -526,7 +531,10 @@ def ids_of_training(
     if isinstance(form, ChatTemplate):
         conversation = own_prompt(turns, form, encoder.start_end, media, "the conversation", has_labels=False)
     else:
-        conversation = [*prompt(turns, form, encoder.start_end, bool(tags)), Segment(form.pattern.end, False)]
+        conversation = [
+            *prompt(turns, form, encoder.start_end, bool(tags)),
+            Segment(form.pattern.end, supervised=False),
+        ]
     ids_of_both = []
     for segments, lengths_here in ((conversation, lengths), (asked, [1] * len(tags))):
         ids = encode_prompt(segments, tokenizer, lengths_here, encoder.special_tokens, form.adds_bos)

@@ -5,7 +5,7 @@ Arguments of many functions here:
     source: description of the model to export, without its weights.
     weights: its weights, which are gathered from all ranks.
     dtype: dtype of the exported weights.
-    staged: folder to write into, which gets its final name later.
+    export_folder: folder to write into, which gets its final name later.
     rows: number of rows of the exported embeddings (the size of the exported vocabulary).
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -194,7 +194,7 @@ def write_folder(
     folder_format: FolderFormat,
     source: SourceModel | WholeSource,
     weights: Weights,
-    staged: Path,
+    export_folder: Path,
     notes: dict[str, Any],
 ) -> None:
     """Write a model, with its weights, configuration and tokenizer, into a folder. Collective; the first rank writes.
@@ -205,34 +205,36 @@ def write_folder(
         CheckpointError: the folder could not be written.
     """
     if isinstance(source, WholeSource):
-        return write_whole_folder(folder_format, source, weights, staged, notes)
-    failing = f"cannot write {staged}"
+        return write_whole_folder(folder_format, source, weights, export_folder, notes)
+    failing = f"cannot write {export_folder}"
     rename = partial(original_name, projector_type=source.model.cfg.projector_type)
     remarks: list[str] = []
-    on_first_rank(lambda: make_empty(staged), failing)
+    on_first_rank(lambda: make_empty(export_folder), failing)
     if folder_format is FolderFormat.hf:
-        # rows: of the embeddings, with those of added tokens; remarks: what other programs do differently
-        rows, remarks = on_first_rank(lambda: begin_hf(source, weights.common_dtype, staged), failing)
-        write_hf_weights(source, weights, staged, rows)
+        written = on_first_rank(lambda: write_hf_except_weights(source, weights.common_dtype, export_folder), failing)
+        remarks = written.remarks
+        write_hf_weights(source, weights, export_folder, written.rows)
     elif folder_format is FolderFormat.llava:
         check_original(source.model)
-        on_first_rank(lambda: write_configs(source, weights.common_dtype, staged), failing)
-        on_first_rank(lambda: write_generation_of_original(source, staged), failing)
-        on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
+        on_first_rank(lambda: write_configs(source, weights.common_dtype, export_folder), failing)
+        on_first_rank(lambda: write_generation_of_original(source, export_folder), failing)
+        on_first_rank(lambda: copy_or_convert_tokenizer(source, export_folder), failing)
         plan, rows = partial(plan_renamed, weights.shapes, rename), source.vocabulary
-        write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
+        write_shards(weights, export_folder, plan, source.model.with_vocabulary(), source.vocabulary, rows)
     else:  # the projector alone
-        on_first_rank(lambda: begin_projector(source, weights, staged), failing)
-        write_projector(weights, staged, rename)
+        on_first_rank(lambda: begin_projector(source, weights, export_folder), failing)
+        write_projector(weights, export_folder, rename)
     told = {REMARKS: remarks} if remarks else {}
-    on_first_rank(lambda: write_notes(source, staged, KINDS[folder_format], {**notes, **told}), failing)
+    on_first_rank(lambda: write_notes(source, export_folder, KINDS[folder_format], {**notes, **told}), failing)
 
 
-def write_notes(source: SourceModel | WholeSource, staged: Path, kind: FolderKind, notes: dict[str, Any]) -> None:
+def write_notes(
+    source: SourceModel | WholeSource, export_folder: Path, kind: FolderKind, notes: dict[str, Any]
+) -> None:
     """Write the model card of an exported folder of this kind, and `llava_fsdp.json`: settings that its other files
     lack, further settings (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
     if isinstance(source, WholeSource):  # its own files say how images and texts are prepared
-        return write_card_and_notes(staged, kind, {**source.settings, **notes})
+        return write_card_and_notes(export_folder, kind, {**source.settings, **notes})
     notes = {
         **source.history,
         **notes,
@@ -253,39 +255,44 @@ def write_notes(source: SourceModel | WholeSource, staged: Path, kind: FolderKin
             {} if source.sampling is None else {f"video_{key}": value for key, value in asdict(source.sampling).items()}
         ),
     }
-    write_card_and_notes(staged, kind, notes)
+    write_card_and_notes(export_folder, kind, notes)
 
 
-def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> tuple[int, list[str]]:
-    """Write the files of a model folder for transformers into `staged`, except the weights and those that follow them:
-    the model card and `llava_fsdp.json`.
+class WrittenExceptWeights(NamedTuple):
+    """What the rest of an export for transformers must know of the files that `write_hf_except_weights` has written."""
 
-    Returns:
-        The number of rows that the exported embeddings must have: the trained ones, and further ones if the export adds
-        tokens to the tokenizer; and what other programs do differently with the model.
-    """
+    rows: int
+    """Number of rows that the exported embeddings must have: the trained ones, and further ones if the export adds
+    tokens to the tokenizer."""
+    remarks: list[str]
+    """What other programs do differently with the model."""
+
+
+def write_hf_except_weights(source: SourceModel, dtype: torch.dtype, export_folder: Path) -> WrittenExceptWeights:
+    """Write the files of a model folder for transformers into `export_folder`, except the weights and those that follow
+    them: the model card and `llava_fsdp.json`."""
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
     has_video = source.aspect is AspectRatio.anyres_max  # the export is a LLaVA-OneVision, which takes videos
     ids, rows = write_tokenizer(
-        parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end, has_video
+        parts.language_folder, export_folder, parts.language, source.template, model.cfg.image_start_end, has_video
     )
-    config = write_hf_config(source, dtype, staged, ids, rows)
-    write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad, model.image_tokens)
+    config = write_hf_config(source, dtype, export_folder, ids, rows)
+    write_processor(parts.vision_folder, export_folder, config, source.aspect is AspectRatio.pad, model.image_tokens)
     start_end, tokens = model.cfg.image_start_end, source.image_tokens
-    check_template(parts.language_folder, staged, parts.language, source.template, start_end, tokens)
+    check_template(parts.language_folder, export_folder, parts.language, source.template, start_end, tokens)
     ends, stop = find_ends(parts, source.template)
-    write_generation(parts, staged, ends, ids.pad, rows)
+    write_generation(parts, export_folder, ends, ids.pad, rows)
     remarks = log_remarks(remarks_on(tokens, stop))
     llava_folder = original_folder(parts)
     if llava_folder is not None:  # the original LLaVA's files, for a later export in its format
-        (staged / KEPT).mkdir()
-        copy_files(llava_folder, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
-    return rows, remarks
+        (export_folder / KEPT).mkdir()
+        copy_files(llava_folder, export_folder / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
+    return WrittenExceptWeights(rows, remarks)
 
 
 def write_hf_config(
-    source: SourceModel, dtype: torch.dtype, staged: Path, ids: TokenIds, rows: int
+    source: SourceModel, dtype: torch.dtype, export_folder: Path, ids: TokenIds, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
     """Write `config.json` of a model for transformers, and return the configuration. `ids`: token ids of the special
     tokens that the export adds. `rows`: number of rows of the embeddings."""
@@ -293,20 +300,20 @@ def write_hf_config(
     config.image_token_id, config.pad_token_id = ids.image, ids.pad
     if ids.video is not None:
         config.video_token_id = ids.video
-    config.save_pretrained(staged)
-    path = staged / "config.json"
+    config.save_pretrained(export_folder)
+    path = export_folder / "config.json"
     fields = with_older_fields(read_json(path, str(path)), config)  # also those that transformers 4 reads
     write_json(path, fields | {"image_aspect_ratio": aspect_of_original(source)})  # SGLang reads it from this file
     return config
 
 
-def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
+def write_hf_weights(source: SourceModel, weights: Weights, export_folder: Path, rows: int) -> None:
     """Write the weights of a model folder for transformers, with buffers, and with a factor of the logits multiplied
-    into the output layer. Collective; the first rank writes. `staged`: the folder. `rows`: number of rows of the
+    into the output layer. Collective; the first rank writes. `export_folder`: the folder. `rows`: number of rows of the
     embeddings to write, which may be more than those that are trained."""
     plan = partial(plan_save, hf_config(source, weights.common_dtype, rows))
     weights = with_buffers(with_folded_head(weights, source.model), source.model)
-    write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
+    write_shards(weights, export_folder, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
 
 def hf_config(
@@ -347,23 +354,24 @@ def hf_config(
     return LlavaConfig(**fields, architectures=["LlavaForConditionalGeneration"])
 
 
-def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
+def write_configs(source: SourceModel, dtype: torch.dtype, export_folder: Path) -> None:
     """Write `config.json` for the original LLaVA, and a subfolder with the vision tower's configuration files.
 
     Raises:
         ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower has no known name.
     """
     parts = source.model.parts
-    write_json(staged / "config.json", config_of_original(source, dtype))
-    (staged / TOWER).mkdir()
-    copy.deepcopy(parts.vision).save_pretrained(staged / TOWER)
+    write_json(export_folder / "config.json", config_of_original(source, dtype))
+    (export_folder / TOWER).mkdir()
+    copy.deepcopy(parts.vision).save_pretrained(export_folder / TOWER)
     if preprocessor_fields(parts.vision_folder):
-        write_preprocessor(parts.vision_folder, staged / TOWER, pads=False)
+        write_preprocessor(parts.vision_folder, export_folder / TOWER, pads=False)
 
 
-def write_generation_of_original(source: SourceModel, staged: Path) -> None:
-    """Write `generation_config.json` for the original LLaVA into the export `staged`, with the tokens that end an
-    answer. If the model came from a folder of the original LLaVA whose file has these tokens, that content is kept."""
+def write_generation_of_original(source: SourceModel, export_folder: Path) -> None:
+    """Write `generation_config.json` for the original LLaVA into the export `export_folder`, with the tokens that end
+    an answer. If the model came from a folder of the original LLaVA whose file has these tokens, that content is
+    kept."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     ends, _ = find_ends(parts, source.template, [] if llava_folder is None else [llava_folder])
     folder = parts.language_folder
@@ -373,25 +381,25 @@ def write_generation_of_original(source: SourceModel, staged: Path) -> None:
     if folder != llava_folder or sorted(eos_ids(given, folder / "generation_config.json")) != ends:
         fields = generation_fields(folder, ends, parts.language.bos_token_id, parts.language.pad_token_id)
         given = {**fields, "transformers_version": "4.37.2"}
-    write_json(staged / "generation_config.json", generation_config(given))
+    write_json(export_folder / "generation_config.json", generation_config(given))
 
 
-def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
+def copy_or_convert_tokenizer(source: SourceModel, export_folder: Path) -> None:
     """Write a tokenizer for the original LLaVA: a copy of the one in the original LLaVA's folder from which the model
     (`source`) was loaded, or else the language model's, converted. The language model's own chat template is written
-    too, if the model was trained with it. `staged`: the folder of the export while it is written."""
+    too, if the model was trained with it. `export_folder`: the folder of the export while it is written."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     if llava_folder is not None and has_tokenizer(llava_folder):
-        copy_files(llava_folder, staged, TOKENIZER_FILES)
+        copy_files(llava_folder, export_folder, TOKENIZER_FILES)
     else:
-        convert_tokenizer_to_original(parts.language_folder, staged, source.vocabulary, source.max_length)
+        convert_tokenizer_to_original(parts.language_folder, export_folder, source.vocabulary, source.max_length)
     if is_own(source.template):  # llava_fsdp's own programs read the template from this file
         tokenizer = open_tokenizer(parts.language_folder, source.vocabulary)
-        own = open_template(source.template, parts.language_folder, tokenizer)
-        write_template(staged, own, source.model.cfg.image_start_end)
+        template = open_template(source.template, parts.language_folder, tokenizer)
+        write_template(export_folder, template, source.model.cfg.image_start_end)
 
 
-def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
+def begin_projector(source: SourceModel, weights: Weights, export_folder: Path) -> None:
     """Write `config.json` into the folder of a projector alone, if the original LLaVA supports the model; llava_fsdp
     itself needs no such file. Raises ConfigError if the projector has no weights, or the tower's name is unknown."""
     check_projector(source.model)
@@ -400,7 +408,7 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
     stage_1 = {"architectures": ["LlamaForCausalLM"], "tune_mm_mlp_adapter": True}
     dtypes = {n: d for n, d in weights.dtypes.items() if n.startswith(PROJECTOR_PREFIX)}
     config = config_of_original(source, reduce(torch.promote_types, dtypes.values()))
-    write_json(staged / "config.json", config | stage_1)
+    write_json(export_folder / "config.json", config | stage_1)
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:

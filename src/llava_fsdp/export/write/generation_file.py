@@ -112,9 +112,9 @@ def warning_of_unnamed_ends(folder: Path, language: Any) -> str | None:
     )
 
 
-def write_generation_of_class(folder: Path, language: Any, staged: Path) -> None:
-    """Write `generation_config.json` into `staged`, the export of a whole model of transformers, and check it. Nothing
-    is written if `generate` ends an answer of the model in `folder` where `chat` does.
+def write_generation_of_class(folder: Path, language: Any, export_folder: Path) -> None:
+    """Write `generation_config.json` into `export_folder`, the export of a whole model of transformers, and check it.
+    Nothing is written if `generate` ends an answer of the model in `folder` where `chat` does.
 
     Args:
         folder: folder from which the model was read before its training.
@@ -129,17 +129,17 @@ def write_generation_of_class(folder: Path, language: Any, staged: Path) -> None
     pads = (read_optional(folder / FILE).get("pad_token_id"), getattr(language, "pad_token_id", None), ends[0])
     pad = next(number for number in pads if number is not None)
     fields = generation_fields(folder, ends, getattr(language, "bos_token_id", None), pad)
-    write_json(staged / FILE, fields | {"transformers_version": transformers.__version__})
-    check_ends(staged, ends, language.vocab_size)
+    write_json(export_folder / FILE, fields | {"transformers_version": transformers.__version__})
+    check_ends(export_folder, ends, language.vocab_size)
 
 
-def write_generation(parts: Parts, staged: Path, ends: Sequence[int], pad: int, rows: int) -> None:
-    """Write `generation_config.json` into `staged`, a model folder for transformers, and check it. `ends` are the ids
-    of the tokens that end an answer, `pad` is that of the padding token, and `rows` the number of rows of the
+def write_generation(parts: Parts, export_folder: Path, ends: Sequence[int], pad: int, rows: int) -> None:
+    """Write `generation_config.json` into `export_folder`, a model folder for transformers, and check it. `ends` are
+    the ids of the tokens that end an answer, `pad` is that of the padding token, and `rows` the number of rows of the
     embeddings."""
     fields = generation_fields(parts.language_folder, ends, parts.language.bos_token_id, pad)
-    write_json(staged / FILE, fields | {"transformers_version": transformers.__version__})
-    check_ends(staged, ends, rows)
+    write_json(export_folder / FILE, fields | {"transformers_version": transformers.__version__})
+    check_ends(export_folder, ends, rows)
 
 
 @torch.random.fork_rng(devices=[])

@@ -3,7 +3,7 @@ and pixels as training.
 
 Arguments of many functions here:
     folder: the folder with the tokenizer or the image preprocessing of training.
-    staged: the exported folder, before it gets its final name.
+    export_folder: the exported folder, before it gets its final name.
     vocab_size: number of rows of the trained model's embeddings.
     start_end: whether training puts `<im_start>` and `<im_end>` around every image.
     pads: whether images are padded to squares.
@@ -48,9 +48,9 @@ from llava_fsdp.export.write.chat_template import (
     GapRule,
     chat_template,
     find_gap,
+    first_conversation_with_other_ids,
+    first_image_conversation_with_other_ids,
     own_chat_template,
-    rehearse,
-    rehearse_images,
 )
 from llava_fsdp.export.write.older_transformers import older_tokenizer
 from llava_fsdp.model.vision_tower import image_size, patch_size
@@ -79,7 +79,12 @@ class TokenIds(NamedTuple):
 
 
 def write_tokenizer(
-    folder: Path, staged: Path, language: PretrainedConfig, template_name: str, start_end: bool, video: bool = False
+    folder: Path,
+    export_folder: Path,
+    language: PretrainedConfig,
+    template_name: str,
+    start_end: bool,
+    video: bool = False,
 ) -> tuple[TokenIds, int]:
     """Write a tokenizer for transformers, with an `<image>` token, a padding token and, with `video`, a `<video>`
     token. Return the ids of these tokens, and the number of rows that the exported model's embeddings must have.
@@ -89,7 +94,7 @@ def write_tokenizer(
     is written.
     """
     vocab_size = language.vocab_size
-    if lacks_tokenizer(folder, staged):
+    if lacks_tokenizer(folder, export_folder):
         made = TokenIds(vocab_size, vocab_size + 1, vocab_size + 2 if video else None)  # image, padding, video
         return made, rows_for(made, vocab_size)
     ours = open_tokenizer(folder, vocab_size)  # before transformers opens it, whose errors are less clear
@@ -105,25 +110,25 @@ def write_tokenizer(
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tokenizer.chat_template = None
-    tokenizer.save_pretrained(staged)
+    tokenizer.save_pretrained(export_folder)
     template = open_template(template_name, folder, ours)
     # whether conversations begin with the BOS token in training; if not, the exported tokenizer must not add it
     same_bos = template.adds_bos or begins_with_bos(template, folder)
     if ours.bos is None or not same_bos:
-        leave_bos_out(staged)
+        leave_bos_out(export_folder)
     if (folder / "tokenizer.model").is_file():
-        keep_llama(folder, staged)
+        keep_llama(folder, export_folder)
     if isinstance(ours, LlamaTokenizer):
-        write_llama(staged, ours.legacy)
-    path = staged / "tokenizer_config.json"
-    older = older_tokenizer(read_json(path), read_json(staged / "tokenizer.json", largest=LARGE))
+        write_llama(export_folder, ours.legacy)
+    path = export_folder / "tokenizer_config.json"
+    older = older_tokenizer(read_json(path), read_json(export_folder / "tokenizer.json", largest=LARGE))
     path.write_text(json.dumps(older, indent=2, ensure_ascii=False) + "\n")
-    check_same_ids(folder, staged, vocab_size, same_bos)
-    with library_errors(f"{staged}: transformers cannot read the tokenizer that was written"):
-        written = from_file(staged)
+    check_same_ids(folder, export_folder, vocab_size, same_bos)
+    with library_errors(f"{export_folder}: transformers cannot read the tokenizer that was written"):
+        written = from_file(export_folder)
         # whether the chat template must put a space before text behind an image, for the token ids of training
         gap = find_gap(written, ours) if template.adds_bos else GapRule(False)
-    write_template(staged, template, start_end, ours.bos is not None, gap, video)
+    write_template(export_folder, template, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
     return made, rows_for(made, vocab_size)
@@ -146,7 +151,7 @@ def begins_with_bos(template: Template | ChatTemplate, folder: Path) -> bool:
 
 
 def write_template(
-    staged: Path,
+    export_folder: Path,
     template: Template | ChatTemplate,
     start_end: bool,
     adds_bos: bool = False,
@@ -168,28 +173,28 @@ def write_template(
         code = own_chat_template(template, start_end, gap, video)
     else:
         code = chat_template(template, start_end, adds_bos, gap, video)
-    (staged / FILE).write_text(code, encoding="utf-8")
+    (export_folder / FILE).write_text(code, encoding="utf-8")
 
 
-def lacks_tokenizer(folder: Path, staged: Path) -> bool:
+def lacks_tokenizer(folder: Path, export_folder: Path) -> bool:
     if not has_tokenizer(folder):
-        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, staged)
+        log().warning("%s has no tokenizer, so %s gets none; put one there before you use it", folder, export_folder)
     return not has_tokenizer(folder)
 
 
-def update_config(staged: Path, **values: Any) -> None:
-    path = staged / "tokenizer_config.json"
+def update_config(export_folder: Path, **values: Any) -> None:
+    path = export_folder / "tokenizer_config.json"
     path.write_text(json.dumps(read_json(path) | values, indent=2) + "\n")
 
 
-def leave_bos_out(staged: Path) -> None:
+def leave_bos_out(export_folder: Path) -> None:
     """Change the exported tokenizer so that transformers adds no BOS token: remove the post-processor from
     `tokenizer.json`, as transformers ignores `add_bos_token=false`."""
-    path = staged / "tokenizer.json"
+    path = export_folder / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
         path.write_text(json.dumps(frozen | {"post_processor": None}, ensure_ascii=False))
-    update_config(staged, add_bos_token=False)
+    update_config(export_folder, add_bos_token=False)
 
 
 def from_file(folder: Path) -> Any:
@@ -198,25 +203,25 @@ def from_file(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def keep_llama(folder: Path, staged: Path) -> None:
-    """Copy the SentencePiece model (`tokenizer.model`) of a Llama tokenizer from `folder` to the export `staged`, and
-    set those values in `tokenizer_config.json` that transformers 5 does not write there."""
-    old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
+def keep_llama(folder: Path, export_folder: Path) -> None:
+    """Copy the SentencePiece model (`tokenizer.model`) of a Llama tokenizer from `folder` to the export
+    `export_folder`, and set those values in `tokenizer_config.json` that transformers 5 does not write there."""
+    old, path = read_optional(folder / "tokenizer_config.json"), export_folder / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    copy_sentencepiece(folder, staged, added_tokens(folder, old))
+    copy_sentencepiece(folder, export_folder, added_tokens(folder, old))
 
 
-def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> None:
-    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
+def copy_sentencepiece(folder: Path, export_folder: Path, added: dict[str, int]) -> None:
+    shutil.copyfile(folder / "tokenizer.model", export_folder / "tokenizer.model")
     if added:
-        (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
+        (export_folder / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
 
 def check_template(
     folder: Path,
-    staged: Path,
+    export_folder: Path,
     language: PretrainedConfig,
     template_name: str,
     start_end: bool,
@@ -233,10 +238,10 @@ def check_template(
         return
     ours = open_tokenizer(folder, language.vocab_size)
     template = open_template(template_name, folder, ours)
-    with library_errors(f"{staged}: transformers cannot read the tokenizer that was written"):
-        differs = rehearse(staged, ours, template, start_end)
-        if differs is None and tokens is not None and can_load_processor(staged):
-            differs = rehearse_images(staged, ours, template, start_end, tokens)
+    with library_errors(f"{export_folder}: transformers cannot read the tokenizer that was written"):
+        differs = first_conversation_with_other_ids(export_folder, ours, template, start_end)
+        if differs is None and tokens is not None and can_load_processor(export_folder):
+            differs = first_image_conversation_with_other_ids(export_folder, ours, template, start_end, tokens)
     if differs is not None:
         log().warning(
             "the export's chat template for the tokenizer of %s gives other token ids than training: %s; "
@@ -244,22 +249,22 @@ def check_template(
         )  # fmt: skip
 
 
-def can_load_processor(staged: Path) -> bool:
+def can_load_processor(export_folder: Path) -> bool:
     """Return whether an exported folder has a processor for images that transformers can load here. One that also takes
     videos needs torchvision."""
-    is_video = (staged / VIDEO_FILE).is_file()
-    return (staged / "processor_config.json").is_file() and (not is_video or is_torchvision_available())
+    is_video = (export_folder / VIDEO_FILE).is_file()
+    return (export_folder / "processor_config.json").is_file() and (not is_video or is_torchvision_available())
 
 
-def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
+def check_image_tokens(export_folder: Path, size: Size, expected: int) -> None:
     """Check that transformers' processor gives an image of this size in pixels the expected number of tokens, that of
     training. A processor that also takes videos needs torchvision, and is not checked without it. Raises ModelError if
     the processor cannot be loaded, or gives another number."""
-    if not can_load_processor(staged):
+    if not can_load_processor(export_folder):
         log().info("the export's processor is not checked, because its video part needs torchvision")
         return
     with library_errors("transformers cannot use the processor that an export of this model would have"):
-        processor: Any = AutoProcessor.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
+        processor: Any = AutoProcessor.from_pretrained(export_folder, trust_remote_code=False, local_files_only=True)
         ids = processor(text=IMAGE_TAG, images=Image.new("RGB", size))["input_ids"][0]
         actual = ids.count(processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG))
     if actual != expected:
@@ -269,7 +274,7 @@ def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
         )
 
 
-def write_llama(staged: Path, legacy: bool) -> None:
+def write_llama(export_folder: Path, legacy: bool) -> None:
     """Change the `tokenizer.json` of an exported Llama tokenizer so that it gives the same token ids as the
     SentencePiece model, and name a class in `tokenizer_config.json` with which transformers loads it unchanged.
 
@@ -277,7 +282,7 @@ def write_llama(staged: Path, legacy: bool) -> None:
     tokenizer class, which for a LLaVA model is another one than for a Llama model. With `legacy`, every piece of text
     between special tokens begins with one `▁`; without, only the whole text does.
     """
-    path = staged / "tokenizer.json"
+    path = export_folder / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     begin = {"type": "Prepend", "prepend": SPACE}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -287,21 +292,23 @@ def write_llama(staged: Path, legacy: bool) -> None:
     for token in frozen["added_tokens"]:
         token["normalized"] = False  # a normalized token is only found with a `▁` before it
     path.write_text(json.dumps(frozen, ensure_ascii=False))
-    update_config(staged, tokenizer_class="PreTrainedTokenizerFast")
+    update_config(export_folder, tokenizer_class="PreTrainedTokenizerFast")
 
 
-def check_same_ids(folder: Path, staged: Path, vocab_size: int, same_bos: bool = True) -> None:
+def check_same_ids(folder: Path, export_folder: Path, vocab_size: int, same_bos: bool = True) -> None:
     """Raise ModelError if an exported tokenizer gives other token ids for test texts than the tokenizer of training or,
     with `same_bos`, has another BOS token."""
-    trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
+    trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(export_folder, vocab_size)
     specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
         ids = [[t.id for t in tokenizer.encode(text)] for tokenizer in (trained, written)]
         if ids[0] != ids[1] or (same_bos and trained.bos != written.bos):
-            raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
+            raise ModelError(f"{export_folder} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
 
 
-def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: list[list[int]] | None = None) -> None:
+def write_preprocessor(
+    folder: Path, export_folder: Path, pads: bool, grid_pinpoints: list[list[int]] | None = None
+) -> None:
     """Write `preprocessor_config.json`, the image preprocessing for transformers, from that in the vision tower's
     folder. `grid_pinpoints` are sizes [height, width] in pixels that images are fitted into before they are cut into
     square tiles; None: an image is one tile."""
@@ -334,12 +341,12 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
             "resample": int(Image.Resampling.BICUBIC),  # as tiles are cut in training, with every vision tower
             "image_grid_pinpoints": grid_pinpoints,
         }
-    (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
+    (export_folder / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
 
 
 def write_processor(
     folder: Path,
-    staged: Path,
+    export_folder: Path,
     config: LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig,
     pads: bool,
     tokens: int,
@@ -355,10 +362,10 @@ def write_processor(
         log().warning("%s has no preprocessor_config.json, so the exported model gets none", folder)
         return
     if isinstance(config, LlavaOnevisionConfig):
-        write_onevision(folder, staged, config, tokens)
+        write_onevision(folder, export_folder, config, tokens)
         return
     grids = config.image_grid_pinpoints if isinstance(config, LlavaNextConfig) else None
-    write_preprocessor(folder, staged, pads, grids)
+    write_preprocessor(folder, export_folder, pads, grids)
     vision: Any = config.vision_config
     patch = patch_size(vision)
     if isinstance(config, InternVLConfig):
@@ -373,10 +380,10 @@ def write_processor(
         "num_additional_image_tokens": tokens + cls - grid,
         "image_token": IMAGE_TAG,
     }
-    (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+    (export_folder / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
 
 
-def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, tokens: int) -> None:
+def write_onevision(folder: Path, export_folder: Path, config: LlavaOnevisionConfig, tokens: int) -> None:
     """Write the files with which transformers' LlavaOnevisionProcessor prepares images, videos and prompts. They are
     written without transformers, whose video processor needs torchvision. `folder` has the vision tower's image
     preprocessing, and `tokens` is the number of image tokens of a tile (an input of the vision tower)."""
@@ -411,15 +418,15 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
         "image_token": IMAGE_TAG,
         "video_token": VIDEO_TAG,
     }
-    (staged / "preprocessor_config.json").write_text(json.dumps(common | images, indent=1) + "\n")
-    (staged / VIDEO_FILE).write_text(json.dumps(common | videos, indent=1) + "\n")
-    (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+    (export_folder / "preprocessor_config.json").write_text(json.dumps(common | images, indent=1) + "\n")
+    (export_folder / VIDEO_FILE).write_text(json.dumps(common | videos, indent=1) + "\n")
+    (export_folder / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
 
 
-def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write the tokenizer of `folder` into the export folder `staged`, for the original LLaVA (transformers 4.37), with
-    texts of at most `max_length` tokens. Tokens with ids of `vocab_size` or more are left out."""
-    if lacks_tokenizer(folder, staged):
+def convert_tokenizer_to_original(folder: Path, export_folder: Path, vocab_size: int, max_length: int) -> None:
+    """Write the tokenizer of `folder` into the export folder `export_folder`, for the original LLaVA (transformers
+    4.37), with texts of at most `max_length` tokens. Tokens with ids of `vocab_size` or more are left out."""
+    if lacks_tokenizer(folder, export_folder):
         return
     old = read_optional(folder / "tokenizer_config.json")
     kept = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
@@ -431,13 +438,13 @@ def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, m
         config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
         config["pad_token"] = config["unk_token"]
         added = added_tokens(folder, old).items()
-        copy_sentencepiece(folder, staged, {text: number for text, number in added if number < vocab_size})
+        copy_sentencepiece(folder, export_folder, {text: number for text, number in added if number < vocab_size})
     else:
         frozen = as_older_release(read_json(folder / "tokenizer.json", largest=LARGE), vocab_size)
-        (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
+        (export_folder / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (staged / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    check_same_ids(folder, staged, vocab_size)
+    (export_folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    check_same_ids(folder, export_folder, vocab_size)
 
 
 def as_older_release(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:

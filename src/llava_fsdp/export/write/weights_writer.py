@@ -50,8 +50,8 @@ def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights
     """Return weights with further tensors, by name, which every rank has whole; they keep their own dtypes."""
     return replace(
         weights,
-        shapes=weights.shapes | {name: tuple(own.shape) for name, own in values.items()},
-        dtypes=weights.dtypes | {name: own.dtype for name, own in values.items()},
+        shapes=weights.shapes | {name: tuple(tensor.shape) for name, tensor in values.items()},
+        dtypes=weights.dtypes | {name: tensor.dtype for name, tensor in values.items()},
         read=lambda name: values[name] if name in values else weights.read(name),
     )
 
@@ -68,12 +68,12 @@ def with_buffers(weights: Weights, model: Architecture) -> Weights:
     )  # a sharded model computes no buffers
     stored = stored_buffers(fresh)
     values = stored | computed_buffers(fresh, stored)
-    return with_values(weights, {name: own for name, own in values.items() if name in buffer_names(fresh)})
+    return with_values(weights, {name: tensor for name, tensor in values.items() if name in buffer_names(fresh)})
 
 
 def write_shards(
     weights: Weights,
-    staged: Path,
+    export_folder: Path,
     plan: Callable[[ReadPart], dict[str, LazyTensor]],
     vocabulary: Collection[str],
     trained: int,
@@ -109,7 +109,7 @@ def write_shards(
     index: dict[str, str] = {}
     total = 0
     for number, file in enumerate(files, start=1):
-        path = staged / (
+        path = export_folder / (
             "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         )
         tensors: dict[str, torch.Tensor] = {}
@@ -130,7 +130,7 @@ def write_shards(
         weights.on_first_rank(partial(save, tensors, path, errors), f"cannot write {path}")
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        index_file = staged / "model.safetensors.index.json"
+        index_file = export_folder / "model.safetensors.index.json"
         weights.on_first_rank(lambda: index_file.write_text(text), "cannot write the index of shards")
 
 
@@ -196,7 +196,7 @@ def with_rows(tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
     return torch.cat([tensor[:trained], mean.to(tensor.dtype).expand(rows - trained, -1)])
 
 
-def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
+def write_projector(weights: Weights, export_folder: Path, rename: Callable[[str], str]) -> None:
     """Write the projector's weights as `mm_projector.bin` (a pickle, for the original LLaVA) and as
     `mm_projector.safetensors`. Collective; the first rank writes. `rename`: our name -> name in the files."""
     tensors: dict[str, torch.Tensor] = {}
@@ -206,15 +206,16 @@ def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]
             tensors[rename(name)] = tensor.to(weights.dtypes[name]).contiguous().clone()
 
     def write() -> None:
-        torch.save(tensors, staged / "mm_projector.bin")
-        save_file(tensors, staged / "mm_projector.safetensors", metadata={"format": "pt"})
+        torch.save(tensors, export_folder / "mm_projector.bin")
+        save_file(tensors, export_folder / "mm_projector.safetensors", metadata={"format": "pt"})
 
-    on_first_rank(write, f"cannot write {staged}")
+    on_first_rank(write, f"cannot write {export_folder}")
 
 
-def publish_folder(staged: Path, final: Path) -> None:
-    """Flush all files of the finished folder `staged` to disk, then rename it to `final`, replacing an older one."""
-    sync_tree(staged)
+def publish_folder(export_folder: Path, final: Path) -> None:
+    """Flush all files of the finished folder `export_folder` to disk, then rename it to `final`, replacing an older
+    one."""
+    sync_tree(export_folder)
     shutil.rmtree(final, ignore_errors=True)
-    os.rename(staged, final)
+    os.rename(export_folder, final)
     sync_folder(final.parent)

@@ -128,7 +128,7 @@ def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any
 
 
 def write_whole_folder(
-    form: FolderFormat, source: WholeSource, weights: Weights, staged: Path, notes: Mapping[str, Any]
+    form: FolderFormat, source: WholeSource, weights: Weights, export_folder: Path, notes: Mapping[str, Any]
 ) -> None:
     """Write a model that is one of transformers' own classes into a folder for transformers: its weights, and the other
     files of the folder that it was read from. Collective; the first rank writes.
@@ -141,21 +141,21 @@ def write_whole_folder(
     if form is not FolderFormat.hf:
         kind = source.config.model_type
         raise ConfigError(f"format={form.value}: a {kind} is written for transformers alone; set format=hf")
-    failing = f"cannot write {staged}"
+    failing = f"cannot write {export_folder}"
     dtypes = set(weights.dtypes.values())
 
     def begin() -> None:
-        make_empty(staged)
-        copy_others(source.folder, staged)
-        write_config(source, dtypes.pop() if len(dtypes) == 1 else None, staged)
-        write_generation_of_class(source.folder, source.model.language_config, staged)
+        make_empty(export_folder)
+        copy_others(source.folder, export_folder)
+        write_config(source, dtypes.pop() if len(dtypes) == 1 else None, export_folder)
+        write_generation_of_class(source.folder, source.model.language_config, export_folder)
 
     on_first_rank(begin, failing)
     # how the class maps its folder's files to its weights; `weights` and what only that folder has, such as buffers
-    loaded, complete = plan_folder(source, weights)
-    write_shards(complete, staged, partial(plan_complete, loaded, complete), vocabulary=(), trained=0, rows=0)
+    loaded, complete = load_plan_and_weights_to_write(source, weights)
+    write_shards(complete, export_folder, partial(tensors_to_write, loaded, complete), vocabulary=(), trained=0, rows=0)
     entries = {**source.settings, **notes}
-    on_first_rank(lambda: write_card_and_notes(staged, FolderKind.class_of_transformers, entries), failing)
+    on_first_rank(lambda: write_card_and_notes(export_folder, FolderKind.class_of_transformers, entries), failing)
 
 
 def check_plan(source: WholeSource) -> None:
@@ -163,15 +163,15 @@ def check_plan(source: WholeSource) -> None:
     read of those tensors alone that the model's folder has and the model has not, such as buffers. Raises ModelError if
     the class does not save a parameter of the model, or has one that neither the model nor its folder has."""
     names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
-    shapes = {name: tuple(own.shape) for name, own in names.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in names.items()}
     # the functions that would read the values are never called
-    loaded, complete = plan_folder(
+    loaded, complete = load_plan_and_weights_to_write(
         source, Weights(shapes, dict.fromkeys(shapes, torch.float32), lambda _: torch.empty(0))
     )
-    plan_complete(loaded, complete, lambda *_: torch.empty(0))
+    tensors_to_write(loaded, complete, lambda *_: torch.empty(0))
 
 
-def plan_folder(source: WholeSource, weights: Weights) -> tuple[LoadPlan, Weights]:
+def load_plan_and_weights_to_write(source: WholeSource, weights: Weights) -> tuple[LoadPlan, Weights]:
     """Return how transformers' class loads its weights from the files of the folder that the model was read from, and
     the `weights` to write together with those tensors that only these files have, such as buffers."""
     config, folder = source.config, source.folder
@@ -188,11 +188,11 @@ def with_folders_own(weights: Weights, loaded: LoadPlan, folder: Path) -> Weight
     lacking = [name for name in wanted if name not in loaded.sources]
     if unknown := {*lacking} & {name for name, _ in model.named_parameters()}:
         raise ModelError(f"neither the trainer nor {folder} has {min(unknown)}, which transformers' class needs")
-    own = {name: all_values(loaded.sources[name]) for name in wanted if name in loaded.sources}
-    return with_values(weights, own)
+    folder_values = {name: all_values(loaded.sources[name]) for name in wanted if name in loaded.sources}
+    return with_values(weights, folder_values)
 
 
-def plan_complete(loaded: LoadPlan, weights: Weights, read: ReadPart) -> dict[str, LazyTensor]:
+def tensors_to_write(loaded: LoadPlan, weights: Weights, read: ReadPart) -> dict[str, LazyTensor]:
     """Return the tensors that transformers' class saves, by their names in the files; their values are read later with
     `read`. Raises ModelError if one of the `weights` is in no tensor. `loaded` says where the model was loaded from."""
     planned = plan_save_again(loaded, read)
@@ -211,11 +211,11 @@ def all_values(source: Any) -> torch.Tensor:
     return source.rows(0, source.shape[0]) if source.shape else source.part(())
 
 
-def copy_others(folder: Path, staged: Path) -> None:
+def copy_others(folder: Path, export_folder: Path) -> None:
     """Copy all files of a model folder but its weights, config.json and model card, bit for bit. Hidden files and this
     package's notes are left out, and so are subfolders with weights: the same model in another form."""
     for place, names in files_to_copy(folder):
-        to = staged / place.relative_to(folder)
+        to = export_folder / place.relative_to(folder)
         to.mkdir(parents=True, exist_ok=True)
         for name in names:
             shutil.copyfile(place / name, to / name)
@@ -229,12 +229,12 @@ def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
         if Path(place) != folder and any(name.endswith(WEIGHTS) for name in names):
             inside.clear()
             continue
-        own = [name for name in names if not name.endswith(WEIGHTS) and not name.startswith(".")]
+        others = [name for name in names if not name.endswith(WEIGHTS) and not name.startswith(".")]
         at_top = Path(place) == folder
-        yield Path(place), sorted(name for name in own if not (at_top and name in ("config.json", README, NOTES)))
+        yield Path(place), sorted(name for name in others if not (at_top and name in ("config.json", README, NOTES)))
 
 
-def write_config(source: WholeSource, dtype: torch.dtype | None, staged: Path) -> None:
+def write_config(source: WholeSource, dtype: torch.dtype | None, export_folder: Path) -> None:
     """Write `config.json`: that of the model's folder, bit for bit, unless it names another dtype than that of the
     weights, or ties embeddings and output layer although they have different weights. `dtype`: that of all weights;
     None: they have several, as they had before training."""
@@ -245,9 +245,9 @@ def write_config(source: WholeSource, dtype: torch.dtype | None, staged: Path) -
         text = {"text_config": fields["text_config"] | {TIED: False}} if "text_config" in fields else {}
         fields = {**fields, **text, TIED: False}
     if fields == raw:
-        shutil.copyfile(file, staged / file.name)
+        shutil.copyfile(file, export_folder / file.name)
     else:
-        write_json(staged / file.name, fields)
+        write_json(export_folder / file.name, fields)
 
 
 def with_dtype(fields: Mapping[str, Any], name: str) -> dict[str, Any]:

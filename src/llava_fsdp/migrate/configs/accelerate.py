@@ -33,7 +33,7 @@ def distributed_type(context: RuleContext, value: object) -> Translation:
     """Return what Accelerate's `distributed_type` becomes in llava_fsdp: every type for CUDA or the CPU becomes a
     sharding strategy, which is decided already (`context.tell` returns it as `sharding=VALUE`)."""
     if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
-        return mapped(context.override("sharding"))
+        return mapped(context.text_of_override("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
 
 
@@ -57,7 +57,7 @@ def as_flag(flag: str, key: str) -> Rule:
 
     def rule(context: RuleContext, value: object) -> Translation:
         theirs = context.run.trainer_value(flag)
-        return mapped(context.override(key)) if plain(value) == theirs else refused(f"--{flag} is {theirs}")
+        return mapped(context.text_of_override(key)) if plain(value) == theirs else refused(f"--{flag} is {theirs}")
 
     return rule
 
@@ -71,14 +71,14 @@ def read_file(context: RuleContext, value: object) -> Translation:
 def strategy(context: RuleContext, value: object) -> Translation:
     """Return what Accelerate's key for the FSDP sharding strategy, in newer files a boolean, becomes in llava_fsdp."""
     if str(value).upper() not in FSDP_STRATEGIES and not isinstance(plain(value), bool):
-        return unsupported(f"{value} is not one of PyTorch's strategies; {context.override('sharding')}")
-    return mapped(context.override("sharding"))
+        return unsupported(f"{value} is not one of PyTorch's strategies; {context.text_of_override('sharding')}")
+    return mapped(context.text_of_override("sharding"))
 
 
 def dynamo_backend(context: RuleContext, value: object) -> Translation:
     """Return what Accelerate's `dynamo_backend`, a backend of torch.compile, becomes in llava_fsdp. If it is off, a
     flag of the script may still switch torch.compile on."""
-    name, text = str(value).lower(), context.override("compile")
+    name, text = str(value).lower(), context.text_of_override("compile")
     if name in ("no", "none", "false", ""):
         return no_effect(f"the script switches it on: {text}") if context.decided.get("compile") else mapped(text)
     return mapped(text) if name == "inductor" else unsupported(f"{value}: blocks are compiled with inductor; {text}")

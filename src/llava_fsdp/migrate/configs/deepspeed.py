@@ -72,7 +72,10 @@ class FromFlag:
 
     def __call__(self, context: RuleContext, value: object) -> Translation:
         return compare_with_flag(
-            value, context.run.trainer_value(self.flag), context.override(self.key) + self.note, f"--{self.flag}"
+            value,
+            context.run.trainer_value(self.flag),
+            context.text_of_override(self.key) + self.note,
+            f"--{self.flag}",
         )
 
 
@@ -107,7 +110,7 @@ class Switched:
 
 def train_batch_size(context: RuleContext, value: object) -> Translation:
     """Return what DeepSpeed's `train_batch_size` becomes in llava_fsdp."""
-    text = context.override("global_batch_size")
+    text = context.text_of_override("global_batch_size")
     return compare_with_flag(
         value, context.run.batch, text, "micro-batch x accumulation x GPUs with samples of their own"
     )
@@ -118,15 +121,14 @@ def optimizer_type(context: RuleContext, value: object) -> Translation:
     learning rate of all parameters (`optim.projector_lr=null`), because DeepSpeed has one group of parameters."""
     if str(value).lower() not in DS_ADAM:
         return unsupported(f"AdamW is the optimizer, and replaces it: {value} has no equivalent here")
-    return mapped(
-        f"optim=adamw, one group for all parameters, as DeepSpeed has it: {context.override('optim.projector_lr')}"
-    )
+    text = context.text_of_override("optim.projector_lr")
+    return mapped(f"optim=adamw, one group for all parameters, as DeepSpeed has it: {text}")
 
 
 def betas(context: RuleContext, value: object) -> Translation:
     """Return what the betas in DeepSpeed's `optimizer` entry become in llava_fsdp."""
     theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
-    text = f"{context.override('optim.beta1')}, {context.override('optim.beta2')}"
+    text = f"{context.text_of_override('optim.beta1')}, {context.text_of_override('optim.beta2')}"
     return compare_with_flag(value, theirs, text, "--adam_beta1, --adam_beta2")
 
 
@@ -142,11 +144,10 @@ def adam_w_mode(context: RuleContext, value: object) -> Translation:
 def scheduler_type(context: RuleContext, value: object) -> Translation:
     """Return what DeepSpeed's `scheduler.type` becomes in llava_fsdp."""
     if not any(value == kind for kind, _ in DS_SCHEDULES):
-        return unsupported(f"{value} has no equivalent here; {context.override('optim.schedule')}")
+        return unsupported(f"{value} has no equivalent here; {context.text_of_override('optim.schedule')}")
     return mapped(
-        f"{context.override('optim.schedule')}: DeepSpeed's {value} replaces --lr_scheduler_type. Its engine steps "
-        "once "
-        "before the schedule begins; here step n has the schedule's n-th value"
+        f"{context.text_of_override('optim.schedule')}: DeepSpeed's {value} replaces --lr_scheduler_type. Its engine "
+        "steps once before the schedule begins; here step n has the schedule's n-th value"
     )
 
 
@@ -156,7 +157,7 @@ def half_enabled(context: RuleContext, value: object) -> Translation:
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = context.run.is_half(name)
     is_on = theirs if value == AUTO else plain(value) is True
-    found = compare_with_flag(value, theirs, context.override("precision") if is_on else OFF.text, f"--{name}")
+    found = compare_with_flag(value, theirs, context.text_of_override("precision") if is_on else OFF.text, f"--{name}")
     # a switch that is off needs no override
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
@@ -168,9 +169,11 @@ def bf16_master_weights(context: RuleContext, value: object) -> Translation:
         return implied("master weights and moments are fp32, as here")
     if context.decided.get("precision") != "bf16_pure":
         return no_effect("DeepSpeed reads it only with bf16, and for moments with bf16_master_weights_and_grads")
-    moments = ", " + context.override("precision.moment_dtype") if "precision.moment_dtype" in context.decided else ""
+    moments = (
+        ", " + context.text_of_override("precision.moment_dtype") if "precision.moment_dtype" in context.decided else ""
+    )
     return mapped(
-        f"{context.override('precision')}{moments}: rounded at random here, so that small updates are not lost"
+        f"{context.text_of_override('precision')}{moments}: rounded at random here, so that small updates are not lost"
     )
 
 
@@ -189,7 +192,7 @@ def stage(context: RuleContext, value: object) -> Translation:
     if plain(value) not in list(STAGES):
         return unsupported("ZeRO has stages 0 to 3")
     note = ": as little memory as ZeRO-2 or less; weights are sharded between steps too" if plain(value) == 2 else ""
-    return mapped(context.override("sharding") + note)
+    return mapped(context.text_of_override("sharding") + note)
 
 
 DEEPSPEED: Mapping[str, Rule] = {

@@ -29,24 +29,28 @@ BITS = no_effect("only with quantization_bit 4")
 VIDEO = no_effect("only for videos")
 
 
-def half(context: RuleContext, value: object) -> Translation:
+def half_precision(context: RuleContext, value: object) -> Translation:
     """Return what LLaMA-Factory's `bf16` or `fp16` becomes in llava_fsdp. Without both, LLaMA-Factory takes the dtype
     of the checkpoint (model/patcher.py), which is not known here: this is reported once, for the key `bf16`. In all
-    other cases `rules.half`, the rule for transformers' flags --bf16 and --fp16, translates the value."""
+    other cases `rules.half_precision`, the rule for transformers' flags --bf16 and --fp16, translates the value."""
     run = context.run
     if not any(map(run.trainer_value, ("bf16", "fp16", "pure_bf16"))) and context.key == "bf16":
         return unsupported(
             "neither bf16 nor fp16 is set, and the checkpoint's dtype is not known here: set one of them"
         )
-    return rules.half(context, value)
+    return rules.half_precision(context, value)
 
 
 def pure_bf16(context: RuleContext, value: object) -> Translation:
-    return mapped(f"{context.override('precision')}: without fp32 masters") if value else implied("masters are fp32")
+    return (
+        mapped(f"{context.text_of_override('precision')}: without fp32 masters")
+        if value
+        else implied("masters are fp32")
+    )
 
 
 def disable_checkpointing(context: RuleContext, value: object) -> Translation:
-    return mapped(context.override("activation_checkpointing"))
+    return mapped(context.text_of_override("activation_checkpointing"))
 
 
 FACTORY_FLAGS: Mapping[str, Flag] = {
@@ -96,9 +100,9 @@ FACTORY_FLAGS: Mapping[str, Flag] = {
     # what trains
     "stage": Flag("sft", OnlyIf(("sft",), "supervised fine-tuning", "only sft, supervised fine-tuning, is done here")),
     "finetuning_type": Flag("lora", shared.tuning),
-    **flags_with(shared.freeze, freeze_vision_tower=True, freeze_multi_modal_projector=True,
+    **flags_with(shared.freeze_flag, freeze_vision_tower=True, freeze_multi_modal_projector=True,
            freeze_language_model=False),
-    "lora_target": Flag("all", shared.targets),
+    "lora_target": Flag("all", shared.lora_targets_flag),
     "lora_rank": Flag(8, shared.lora("r")),
     "lora_alpha": Flag(None, shared.lora("alpha"), int),
     "lora_dropout": Flag(0.0, shared.lora("dropout")),
@@ -108,11 +112,11 @@ FACTORY_FLAGS: Mapping[str, Flag] = {
     **flags_with(METHOD, pissa_init=False, use_galore=False, use_apollo=False, use_badam=False, use_muon=False,
            use_adam_mini=False, use_llama_pro=False, use_unsloth=False, use_dft_loss=False, shift_attn=False),
     "quantization_method": Flag("bnb", OnlyIf(("bnb",), "by bitsandbytes", "weights are quantized by bitsandbytes")),
-    "quantization_bit": Flag(None, shared.quantized, int),
+    "quantization_bit": Flag(None, shared.quantization_flag, int),
     "quantization_type": Flag("nf4", IfDecided("model.quantize.mode", BITS)),
     "double_quantization": Flag(True, IfDecided("model.quantize.double", BITS)),
     # precision and memory
-    **flags_with(half, bf16=False, fp16=False),
+    **flags_with(half_precision, bf16=False, fp16=False),
     "pure_bf16": Flag(False, pure_bf16),
     "upcast_layernorm": Flag(False, implied("norms that train have fp32 masters")),
     "disable_gradient_checkpointing": Flag(False, disable_checkpointing),

@@ -106,8 +106,8 @@ FLAGS: Mapping[str, Flag] = {
     "label_smoothing_factor": Flag(0.0, only_off("the loss is plain cross entropy", 0.0)),
     "neftune_noise_alpha": Flag(None, only_off("embeddings get no noise"), float),
     # precision and memory
-    "bf16": Flag(False, rules.half),
-    "fp16": Flag(False, rules.half),
+    "bf16": Flag(False, rules.half_precision),
+    "fp16": Flag(False, rules.half_precision),
     "tf32": Flag(None, implied(
         "16-bit products do not use it; with precision=fp32 set NVIDIA_TF32_OVERRIDE=1"), bool),
     **flags_with(no_effect("only for apex, SageMaker or hyperparameter searches, or deprecated"), fp16_opt_level="O1",

@@ -35,11 +35,11 @@ def is_next(flags: Mapping[str, object]) -> bool:
 
 def aspect_ratio(context: RuleContext, value: object) -> Translation:
     """Return what --image_aspect_ratio, with LLaVA-NeXT's values, becomes in llava_fsdp."""
-    text = context.override("data.image_aspect_ratio")
+    text = context.text_of_override("data.image_aspect_ratio")
     if value in ("square", "pad", "anyres"):
         return mapped(text)
     if LIMITED.fullmatch(str(value)):
-        return mapped(f"{text}, {context.override('data.max_tiles')}")
+        return mapped(f"{text}, {context.text_of_override('data.max_tiles')}")
     return unsupported(f"{value}: images are square, padded, or cut into tiles by anyres or anyres_max_N; {text}")
 
 
@@ -48,7 +48,7 @@ def patch_merge(context: RuleContext, value: object) -> Translation:
     command has an override for it (in `context.decided`) only if images are cut into tiles."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
-    text = context.override("model.patch_merge")
+    text = context.text_of_override("model.patch_merge")
     if value in ("flat", "spatial", "spatial_unpad"):
         return mapped(text)
     return unsupported(f"{value}: tiles are joined flat, spatial or spatial_unpad; {text}")
@@ -65,7 +65,7 @@ def grid(context: RuleContext, value: object) -> Translation:
     return (
         implied("the default of anyres and anyres_max here")
         if found is None
-        else mapped(context.override("data.grid_pinpoints"))
+        else mapped(context.text_of_override("data.grid_pinpoints"))
     )
 
 
@@ -74,11 +74,11 @@ def tunable(context: RuleContext, value: object) -> Translation:
     has the parts; None without the flag."""
     if context.run.tunable is None:  # other flags, such as tune_mm_mlp_adapter, say what trains
         return implied("by the other flags")
-    text = context.override("model.train")
+    text = context.text_of_override("model.train")
     unknown = sorted(set(context.run.tunable) - PARTS.keys())
     if unknown:
         return unsupported(f"{', '.join(unknown)}: parts are {', '.join(PARTS)}; {text}")
-    return mapped(f"{context.override('stage')}, {text}")
+    return mapped(f"{context.text_of_override('stage')}, {text}")
 
 
 def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
@@ -86,7 +86,7 @@ def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
     --mm_tunable_parts is given, which replaces it."""
     if context.run.tunable is not None:
         return no_effect("--mm_tunable_parts replaces it") if value else OFF
-    return mapped(context.override("model.train")) if value else OFF
+    return mapped(context.text_of_override("model.train")) if value else OFF
 
 
 def vision_lr(context: RuleContext, value: object) -> Translation:
@@ -101,7 +101,7 @@ def prompt(context: RuleContext, value: object) -> Translation:
     """Return what LLaVA-NeXT's --version (the template of the conversations) becomes in llava_fsdp. Values that LLaVA
     knows too are translated by the rule for LLaVA's flag."""
     if value in ("qwen_1_5", "qwen_2"):
-        return mapped(f"{context.override('data.template')}: the prompts that Qwen's own chat template makes")
+        return mapped(f"{context.text_of_override('data.template')}: the prompts that Qwen's own chat template makes")
     return rules.version(context, value)
 
 

@@ -36,7 +36,7 @@ def truncation(context: RuleContext, value: object) -> Translation:
     if "data.max_length" not in context.decided:
         return no_effect("only with --max_length")
     if value in ("delete", "right"):
-        return mapped(context.override("data.too_long"))
+        return mapped(context.text_of_override("data.too_long"))
     return unsupported("a longer sample is skipped (delete) or cut at its end (right)")
 
 
@@ -45,7 +45,7 @@ def fsdp(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if value == "fsdp2":
-        return mapped(f"{context.override('sharding')}, {context.override('activation_checkpointing')}")
+        return mapped(f"{context.text_of_override('sharding')}, {context.text_of_override('activation_checkpointing')}")
     return unsupported(f"{value}: only fsdp2 is known; sharding=zero3 shards everything, zero2 all but the weights")
 
 
@@ -91,12 +91,12 @@ SWIFT_FLAGS: Mapping[str, Flag] = {
     "tuner_type": Flag("lora", shared.tuning),
     "train_type": Flag(None, shared.tuning, str),
     "tuner_backend": Flag("peft", only_off("adapters are peft's", "peft")),
-    **flags_with(shared.freeze, freeze_llm=False, freeze_vit=True, freeze_aligner=True),
+    **flags_with(shared.freeze_flag, freeze_llm=False, freeze_vit=True, freeze_aligner=True),
     **flags_with(PARTS, freeze_parameters=str, freeze_parameters_regex=str, trainable_parameters=str,
            trainable_parameters_regex=str, modules_to_save=str, target_regex=str),
     "freeze_parameters_ratio": Flag(0.0, only_off(PARTS.why, 0.0)),
     "adapters": Flag(None, only_off("model.lora.checkpoint continues from an adapter that was made here"), str),
-    "target_modules": Flag("all-linear", shared.targets),
+    "target_modules": Flag("all-linear", shared.lora_targets_flag),
     "lora_rank": Flag(8, shared.lora("r")),
     "lora_alpha": Flag(32, shared.lora("alpha")),
     "lora_dropout": Flag(0.05, shared.lora("dropout")),
@@ -106,7 +106,7 @@ SWIFT_FLAGS: Mapping[str, Flag] = {
     "init_weights": Flag("true", only_off("adapters begin as LoRA's paper says", "true")),
     **shared.WEIGHTS,
     "quant_method": Flag(None, OnlyIf((None, "bnb"), "by bitsandbytes", "weights are quantized by bitsandbytes"), str),
-    "quant_bits": Flag(None, shared.quantized, int),
+    "quant_bits": Flag(None, shared.quantization_flag, int),
     "bnb_4bit_compute_dtype": Flag(None, implied("precision= chooses it"), str),
     "bnb_4bit_quant_type": Flag("nf4", IfDecided("model.quantize.mode", BITS)),
     "bnb_4bit_use_double_quant": Flag(True, IfDecided("model.quantize.double", BITS)),
@@ -120,7 +120,7 @@ SWIFT_FLAGS: Mapping[str, Flag] = {
     "weight_decay": Flag(0.1, TRAINING["weight_decay"].rule),
     "adam_beta2": Flag(0.95, TRAINING["adam_beta2"].rule),
     "lr_scheduler_type": Flag("cosine", rules.scheduler_type),
-    **flags_with(rules.half, bf16=bool, fp16=bool),
+    **flags_with(rules.half_precision, bf16=bool, fp16=bool),
     "gradient_checkpointing": Flag(True, TRAINING["gradient_checkpointing"].rule),
     "vit_gradient_checkpointing": Flag(None, implied("activation_checkpointing decides"), bool),
     "deepspeed": Flag(None, rules.deepspeed_file, str),

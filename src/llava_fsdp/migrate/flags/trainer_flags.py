@@ -47,7 +47,7 @@ NOT_LLAVA = unsupported(
 )
 
 
-def targets(context: RuleContext, value: object) -> Translation:
+def lora_targets_flag(context: RuleContext, value: object) -> Translation:
     text = "adapters are in every linear layer of the language model's blocks"
     return implied(text) if value in ("all-linear", None) else unsupported(f"{text}, not in {value} alone")
 
@@ -57,7 +57,7 @@ def bits(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
-        return mapped(context.override("model.quantize.mode"))
+        return mapped(context.text_of_override("model.quantize.mode"))
     return unsupported("without adapters weights in few bits cannot be trained")
 
 
@@ -74,7 +74,7 @@ OWN: Mapping[str, Flag] = {
     "lora_r": Flag(None, lora("r"), int),
     **{f"lora_{key}": Flag(None, lora(key), float) for key in ("alpha", "dropout")},
     **{key: Flag(False, lora(key)) for key in ("use_dora", "use_rslora")},
-    "lora_target_modules": Flag(None, targets, str),
+    "lora_target_modules": Flag(None, lora_targets_flag, str),
     "lora_task_type": Flag("CAUSAL_LM", only_off("adapters are of a causal language model", "CAUSAL_LM")),
     **flags_with(bits, load_in_4bit=False, load_in_8bit=False),
     "quant_type": Flag("nf4", IfDecided("model.quantize.mode", no_effect("only with load_in_4bit"))),

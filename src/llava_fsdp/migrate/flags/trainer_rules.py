@@ -38,7 +38,7 @@ def model_name(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag with the name of the checkpoint becomes in llava_fsdp."""
     if not value:
         return unsupported("the checkpoint is not named: give model.checkpoint=DIR")
-    return mapped(f"{context.override('model.checkpoint')}: a whole model of transformers")
+    return mapped(f"{context.text_of_override('model.checkpoint')}: a whole model of transformers")
 
 
 def dataset(context: RuleContext, value: object) -> Translation:
@@ -46,9 +46,9 @@ def dataset(context: RuleContext, value: object) -> Translation:
     found = records_of(context.run)
     if found.problem:
         return unsupported(found.problem)
-    images = f", {context.override('data.images')}" if "data.images" in context.decided else ""
+    images = f", {context.text_of_override('data.images')}" if "data.images" in context.decided else ""
     note = f": {found.note}" if found.note else ""
-    return mapped(f"{context.override('data.path')}{images}{note}")
+    return mapped(f"{context.text_of_override('data.path')}{images}{note}")
 
 
 def held_out(context: RuleContext, value: object) -> Translation:
@@ -59,7 +59,7 @@ def held_out(context: RuleContext, value: object) -> Translation:
         return unsupported(problem)
     if "val.path" not in context.decided:
         return unsupported("validation is every N steps: give val.path and val.every=N")
-    return mapped(f"{context.override('val.path')}, {context.override('val.answers')}: the loss alone")
+    return mapped(f"{context.text_of_override('val.path')}, {context.text_of_override('val.answers')}: the loss alone")
 
 
 def eval_strategy(context: RuleContext, value: object) -> Translation:
@@ -70,17 +70,17 @@ def eval_strategy(context: RuleContext, value: object) -> Translation:
     if not held.paths and not held.problem:
         return no_effect("no held-out records are named")
     if "val.every" in context.decided:
-        return mapped(context.override("val.every"))
+        return mapped(context.text_of_override("val.every"))
     return unsupported("validation is every N steps of the records in val.path: give val.path and val.every=N")
 
 
-def freeze(context: RuleContext, value: object) -> Translation:
+def freeze_flag(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag that freezes a part of the model becomes in llava_fsdp. With LoRA, ms-swift puts
     adapters into a projector that is not frozen, which llava_fsdp cannot do."""
     run = context.run
     assert run.trainer
     (part,) = [part for part, flag in FREEZES[run.trainer].items() if flag == context.key]
-    text = context.override("model.train")
+    text = context.text_of_override("model.train")
     if value or not run.is_lora:
         return mapped(text)
     if part == "projector":
@@ -92,13 +92,13 @@ def freeze(context: RuleContext, value: object) -> Translation:
     return mapped(text)
 
 
-def targets(context: RuleContext, value: object) -> Translation:
+def lora_targets_flag(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag with the names of the layers that get LoRA adapters becomes in llava_fsdp. `all` and
     `all-linear` stand for every linear layer."""
     if not context.run.is_lora:
         return ADAPTERS  # no effect without adapters
     words = {name.strip() for word in context.run.words(context.key) for name in word.replace(",", " ").split()}
-    text = f"{context.override('model.train')}: adapters are in every linear layer of these parts' blocks"
+    text = f"{context.text_of_override('model.train')}: adapters are in every linear layer of these parts' blocks"
     if context.run.trainer is Trainer.trl:
         text += ". peft also puts them into linear layers of other parts with these names"
         if not words:
@@ -108,13 +108,13 @@ def targets(context: RuleContext, value: object) -> Translation:
     return unsupported(f"{text}, not in {value} alone")
 
 
-def quantized(context: RuleContext, value: object) -> Translation:
+def quantization_flag(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag with the number of bits of the base model's weights becomes in llava_fsdp. Only a
     base model under LoRA adapters is quantized; `context.decided` then has an override for it."""
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
-        return mapped(f"{context.override('model.quantize.mode')}: in the language model's blocks")
+        return mapped(f"{context.text_of_override('model.quantize.mode')}: in the language model's blocks")
     return unsupported("only weights under adapters are quantized, to 4 or 8 bits by bitsandbytes")
 
 
@@ -122,7 +122,7 @@ def timeout(context: RuleContext, value: object) -> Translation:
     """Return what --ddp_timeout, the seconds that a collective waits, becomes in llava_fsdp. Some trainers set years by
     default; then `context.decided`, the overrides of the command, has no timeout."""
     if "comm.timeout" in context.decided:
-        return mapped(context.override("comm.timeout"))
+        return mapped(context.text_of_override("comm.timeout"))
     return implied("so long that it means no limit; comm.timeout stays at half an hour")
 
 
@@ -131,7 +131,7 @@ def warmup_steps(context: RuleContext, value: object) -> Translation:
     if not value:
         return implied("by --warmup_ratio, or none")
     key = "optim.warmup_steps" if "optim.warmup_steps" in context.decided else "optim.warmup_ratio"
-    return mapped(context.override(key))
+    return mapped(context.text_of_override(key))
 
 
 def batch(context: RuleContext, value: object) -> Translation:
@@ -140,12 +140,14 @@ def batch(context: RuleContext, value: object) -> Translation:
     product = "x --gradient_accumulation_steps x GPUs"
     if run.trainer_value("gradient_accumulation_steps") is None:
         product += ", which is the smallest number that gives 16 samples in a step"
-    return mapped(f"{context.override('micro_batch_size')}, {context.override('global_batch_size')} ({product})")
+    return mapped(
+        f"{context.text_of_override('micro_batch_size')}, {context.text_of_override('global_batch_size')} ({product})"
+    )
 
 
 def tuning(context: RuleContext, value: object) -> Translation:
     """Return what a trainer's flag that chooses between whole weights and LoRA adapters becomes in llava_fsdp."""
-    text = f"{context.override('stage')}, {context.override('model.train')}"
+    text = f"{context.text_of_override('stage')}, {context.text_of_override('model.train')}"
     if context.run.tuning in ("full", "lora"):
         return mapped(text)
     return unsupported(f"{value}: whole weights are trained (full) or LoRA adapters (lora); {text}")
@@ -158,7 +160,7 @@ def lora(key: str) -> IfDecided:
 def epochs(context: RuleContext, value: object) -> Translation:
     """Return what --num_train_epochs becomes in llava_fsdp, which has no fractions of epochs."""
     if "epochs" in context.decided:
-        return mapped(context.override("epochs"))
+        return mapped(context.text_of_override("epochs"))
     return unsupported("epochs are whole; give max_steps=N")
 
 

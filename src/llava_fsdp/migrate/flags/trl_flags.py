@@ -29,9 +29,9 @@ def max_length(context: RuleContext, value: object) -> Translation:
     """Return what TRL's --max_length becomes in llava_fsdp. TRL's script sft_vlm.py (`cuts_nothing`) ignores it."""
     if not cuts_nothing(context.run):
         return mapped(
-            f"{context.override('data.max_length')}: image tokens included; a longer sample is cut at its end"
+            f"{context.text_of_override('data.max_length')}: image tokens included; a longer sample is cut at its end"
         )
-    return no_effect(f"sft_vlm.py cuts nothing: {context.override('data.too_long')}, above data.max_length")
+    return no_effect(f"sft_vlm.py cuts nothing: {context.text_of_override('data.too_long')}, above data.max_length")
 
 
 def labels(context: RuleContext, value: object) -> Translation:
@@ -53,11 +53,11 @@ TRL_FLAGS: Mapping[str, Flag] = {
     "lora_r": Flag(16, shared.lora("r")),
     "lora_alpha": Flag(32, shared.lora("alpha")),
     "lora_dropout": Flag(0.05, shared.lora("dropout")),
-    "lora_target_modules": Flag("", shared.targets),
+    "lora_target_modules": Flag("", shared.lora_targets_flag),
     **flags_with(only_off("adapters alone train"), lora_target_parameters=str, lora_modules_to_save=str),
     "lora_task_type": Flag("CAUSAL_LM", only_off("adapters are of a causal language model", "CAUSAL_LM")),
     **shared.WEIGHTS,
-    **flags_with(shared.quantized, load_in_4bit=False, load_in_8bit=False),
+    **flags_with(shared.quantization_flag, load_in_4bit=False, load_in_8bit=False),
     "bnb_4bit_quant_type": Flag("nf4", IfDecided("model.quantize.mode", BITS)),
     "use_bnb_nested_quant": Flag(False, IfDecided("model.quantize.double", BITS)),
     # ScriptArguments
@@ -92,5 +92,5 @@ TRL_FLAGS: Mapping[str, Flag] = {
     "learning_rate": Flag(2e-5, TRAINING["learning_rate"].rule),
     "logging_steps": Flag(10.0, TRAINING["logging_steps"].rule),
     "gradient_checkpointing": Flag(True, TRAINING["gradient_checkpointing"].rule),
-    "bf16": Flag(None, rules.half, bool),
+    "bf16": Flag(None, rules.half_precision, bool),
 }  # fmt: skip

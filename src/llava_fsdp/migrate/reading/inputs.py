@@ -51,7 +51,7 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
         found = launches(script, variables)
         for launch in found:
             name = script.name if len(found) == 1 else f"{script.name}:{launch.line}"
-            run, files = read_run(name, script, launch, jsons, yamls, gpus)
+            run, files = read_training_command(name, script, launch, jsons, yamls, gpus)
             runs.append(run)
             used |= files
     for path in (*jsons, *yamls):
@@ -64,7 +64,7 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
                 "(docs/from_deepspeed.md and docs/from_accelerate.md have every key)"
             )
         if trainer is not None:
-            runs.append(read_run(path.name, path, launch_of_config(path, trainer), jsons, yamls, gpus)[0])
+            runs.append(read_training_command(path.name, path, launch_of_config(path, trainer), jsons, yamls, gpus)[0])
     return runs
 
 
@@ -91,7 +91,7 @@ def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand
     return [replace(launch, notes=(*launch.notes, *moves)) for _, launch in found]
 
 
-def read_run(
+def read_training_command(
     name: str, script: Path, launch: TrainingCommand, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[SourceRun, set[Path]]:
     """Return the training that a script's command starts, and the paths of the JSON and YAML files that it uses. `name`

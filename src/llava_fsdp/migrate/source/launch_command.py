@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from llava_fsdp.migrate.source.shell import ShellCommand
-from llava_fsdp.migrate.source.trainers import LAUNCH_VARIABLES, PROGRAM_VARIABLES, Trainer, entry_of, trainer_of
+from llava_fsdp.migrate.source.trainers import (
+    LAUNCH_VARIABLES,
+    PROGRAM_VARIABLES,
+    Trainer,
+    trainer_of,
+    trainer_of_command,
+)
 
 PYTHON = re.compile(r"python[\d.]*")
 MODULES = {
@@ -66,8 +72,8 @@ def find_launch(command: ShellCommand) -> TrainingCommand | None:
         name = PurePosixPath(word).name
         rest = words[index + 1 :]
         # a trainer's own command, such as `swift sft`
-        if entry_of(words[index:]) is not None:
-            return own_entry(command, name, index)
+        if trainer_of_command(words[index:]) is not None:
+            return training_of_trainer_command(command, name, index)
         if name in ("deepspeed", "torchrun"):
             return split_launch(command, name, rest)
         if name == "accelerate" and rest[:1] == ["launch"]:
@@ -82,7 +88,7 @@ def find_launch(command: ShellCommand) -> TrainingCommand | None:
     return None
 
 
-def own_entry(command: ShellCommand, name: str, index: int) -> TrainingCommand:
+def training_of_trainer_command(command: ShellCommand, name: str, index: int) -> TrainingCommand:
     """Return the training that a trainer's own command starts, such as `swift sft` at `index` of the command's words;
     `name` is the first of the two words. TRL's command starts `accelerate launch`; the others take torchrun's flags
     (LAUNCH_VARIABLES) and further settings (PROGRAM_VARIABLES) from environment variables."""
@@ -102,7 +108,7 @@ def own_entry(command: ShellCommand, name: str, index: int) -> TrainingCommand:
         command.line,
         devices,
         notes,
-        trainer=entry_of(words[index:]),
+        trainer=trainer_of_command(words[index:]),
     )
 
 

@@ -232,7 +232,7 @@ class SourceRun:
             self.trainer_value("per_device_train_batch_size"),
             self.trainer_value("gradient_accumulation_steps"),
         )
-        assert isinstance(micro, int) and self.gpus  # read_run checks gpus
+        assert isinstance(micro, int) and self.gpus  # read_training_command checks gpus
         if accumulation is None:  # ms-swift: at least 16 samples in a step (its trainers/arguments.py)
             accumulation = max(1, math.ceil(16 / max(1, micro) / self.gpus))
         assert isinstance(accumulation, int)

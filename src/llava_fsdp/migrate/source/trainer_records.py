@@ -105,17 +105,19 @@ def factory_records(run: SourceRun, flag: str) -> RecordFiles:
     folder = str(run.trainer_value("dataset_dir"))
     paths, columns = [], set()
     for name in names:
-        own = {key[len(name) + 1 :]: value for key, value in run.datasets.values.items() if key.startswith(f"{name}.")}
-        if not own:
+        entry = {
+            key[len(name) + 1 :]: value for key, value in run.datasets.values.items() if key.startswith(f"{name}.")
+        }
+        if not entry:
             return RecordFiles(problem=f"{run.datasets.name} has no {name}")
-        if problem := unread(own):
+        if problem := unread(entry):
             return RecordFiles(problem=f"{name}: {problem}")
-        if hub := own.get("hf_hub_url"):
-            subset = own.get("subset")
-            paths.append(hub_path(str(hub), str(own.get("split", "train")), str(subset) if subset else None))
+        if hub := entry.get("hf_hub_url"):
+            subset = entry.get("subset")
+            paths.append(hub_path(str(hub), str(entry.get("split", "train")), str(subset) if subset else None))
         else:
-            paths.append(str(PurePosixPath(folder) / str(own["file_name"])))
-        columns.add(own.get("columns.images"))
+            paths.append(str(PurePosixPath(folder) / str(entry["file_name"])))
+        columns.add(entry.get("columns.images"))
     others = {str(column) for column in columns if column} - {"image", "images"}
     if len(others) > 1:
         return RecordFiles(problem=f"images are in the keys {', '.join(sorted(others))}; data.image_column names one")

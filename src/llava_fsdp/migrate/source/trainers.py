@@ -32,7 +32,7 @@ PROGRAM_VARIABLES = frozenset(
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def entry_of(words: Sequence[str]) -> Trainer | None:
+def trainer_of_command(words: Sequence[str]) -> Trainer | None:
     """Return the program that a command of these words starts; None if its first two words are not in ENTRIES."""
     return ENTRIES.get((PurePosixPath(words[0]).name, words[1])) if len(words) > 1 else None
 
@@ -44,7 +44,7 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Trainer | None:
         script: path of the program, its module's name, or the two words of an entry such as `swift sft`.
         arguments: the words after it.
     """
-    if (entry := entry_of(script.split())) is not None:
+    if (entry := trainer_of_command(script.split())) is not None:
         return entry
     parts = PurePosixPath(script.removesuffix(".py").replace(".", "/")).parts
     flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}

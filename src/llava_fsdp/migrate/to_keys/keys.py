@@ -89,9 +89,9 @@ class RuleContext:
     key: str = ""
     """Key (of the other system) about which the rule decides."""
     mentioned: set[str] = field(default_factory=set)
-    """Keys of the overrides that a rule has mentioned in its text; `override` adds them."""
+    """Keys of the overrides that a rule has mentioned in its text; `text_of_override` adds them."""
 
-    def override(self, key: str) -> str:
+    def text_of_override(self, key: str) -> str:
         """Return the override of a key as text, and add the key to `mentioned`: `key=value` with the value that the
         migrated training has (`decided`). A remark follows if the printed command leaves the override out, because it
         repeats the stage's value (`omitted`). The text is another one if the training has no override of the key."""
@@ -135,7 +135,7 @@ def becomes(*keys: str, note: str = "") -> Rule:
     """Return a rule for a key that becomes one or more overrides; `note` is printed behind them."""
 
     def rule(context: RuleContext, value: object) -> Translation:
-        text = ", ".join(context.override(key) for key in keys)
+        text = ", ".join(context.text_of_override(key) for key in keys)
         return mapped(text + (f": {note}" if note else ""))
 
     return rule

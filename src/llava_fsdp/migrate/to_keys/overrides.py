@@ -60,7 +60,13 @@ def decide(run: SourceRun) -> Overrides:
     own_overrides = trainer_overrides(run) if run.trainer else {}
     overrides = dict(own_overrides) or (model(run) | data(run) if run.launch.is_original else other_program(run))
     overrides |= (
-        writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
+        output_and_training_length(run)
+        | tracking(run)
+        | sharding(run)
+        | parallel(run)
+        | offload(run)
+        | precision(run)
+        | compiling(run)
     )
     checkpointing = (
         run.trainer_value("gradient_checkpointing")
@@ -181,7 +187,7 @@ def data_path(run: SourceRun) -> object:
     return files if len(files) > 1 else files[0]
 
 
-def writing(run: SourceRun) -> Overrides:
+def output_and_training_length(run: SourceRun) -> Overrides:
     """Return the overrides for output folder, checkpoints, logging, training length, seed, determinism and timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed")}
     timeout = run.trainer_value("ddp_timeout")
@@ -294,14 +300,14 @@ def precision(run: SourceRun) -> Overrides:
     dtypes_on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     dtypes_on |= {flag for flag in ("bf16", "fp16") if run.is_half(flag)}
     dtypes_on.add(str(run.accelerate_value("mixed_precision")))
-    half = next((half for half in ("bf16", "fp16", "fp8") if half in dtypes_on), "fp32")
-    if half == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
+    dtype = next((dtype for dtype in ("bf16", "fp16", "fp8") if dtype in dtypes_on), "fp32")
+    if dtype == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
         if run.ds("bf16.bf16_optimizer_states") is True:
             return {"precision": "bf16_pure"}
         return {"precision": "bf16_pure", "precision.moment_dtype": "fp32"}
-    if half == "fp16" and not run.uses_deepspeed:  # transformers then uses torch's GradScaler
+    if dtype == "fp16" and not run.uses_deepspeed:  # transformers then uses torch's GradScaler
         return {"precision": "fp16", "precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
-    return {"precision": half}
+    return {"precision": dtype}
 
 
 def optimizer(run: SourceRun) -> Overrides:

@@ -49,7 +49,7 @@ class TokenKeys:
             vision_tokens: number of tokens that a tile has in the vision tower.
         """
         # positions in the samples, int64 [rows, length] or broadcast to it
-        positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments[0]
+        positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments.position_ids
         self.language = hash_pairs(seeds, positions)
         if not len(tile_seeds):
             tile_seeds = tile_seeds.new_zeros(1)  # without images, a trainable vision tower runs on a blank image

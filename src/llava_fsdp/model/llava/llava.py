@@ -135,7 +135,8 @@ class Llava(Architecture):
             label_weights: factor of each label's loss in units of 1 / FULL_WEIGHT, int32 [labels]; None: all are 1.
         """
         assert (hidden is None) == self.is_first, "only the first stage begins with token ids"
-        assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
+        is_packed = segments is not None and not isinstance(segments, CachedRows)
+        assert not is_packed or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
             assert not isinstance(segments, CachedRows), "answers are generated in evaluation mode"
             tile_seeds = images.get("seeds", seeds.new_zeros(0))
@@ -264,7 +265,7 @@ class Llava(Architecture):
     def with_vocabulary(self) -> set[str]:
         """Return the names of the weights of the embeddings and the output layer, which have a row for each token."""
         embeddings = self.language_model.get_input_embeddings().weight
-        names = {name for name, own in self.language_model.named_parameters() if own is embeddings}
+        names = {name for name, weight in self.language_model.named_parameters() if weight is embeddings}
         return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
 
     def freeze(self) -> None:
@@ -302,7 +303,7 @@ def build_llava(
     compute_dtype: torch.dtype,
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
-    own: OwnParts = NONE,
+    own_parts: OwnParts = NONE,
 ) -> Llava:
     """Build a LLaVA model on the meta device, with the configured LoRA adapters and quantized layers, and freeze what
     does not train.
@@ -311,7 +312,7 @@ def build_llava(
         compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows; None: the model accepts only padded rows.
         loss: None: the loss is computed from the logits of all labels at once.
-        own: loss function and projector that a Python program gives in place of those of the configuration.
+        own_parts: loss function and projector that a Python program gives in place of those of the configuration.
 
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
@@ -323,12 +324,12 @@ def build_llava(
         register_attention()
         refuse_packing(other_attention(parts.language))
     label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype, parts.logit_change)
-    if own.loss is not None and loss is not None:
-        label_loss = own_loss(own.loss, loss)
+    if own_parts.loss is not None and loss is not None:
+        label_loss = own_loss(own_parts.loss, loss)
     projector = None
-    if own.projector is not None:
+    if own_parts.projector is not None:
         features, hidden = parts.vision.hidden_size, parts.language.hidden_size
-        projector = make_projector(own.projector, features, hidden, cfg.shuffle_factor)
+        projector = make_projector(own_parts.projector, features, hidden, cfg.shuffle_factor)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
     with (
         torch.device("meta"),

@@ -84,7 +84,7 @@ def make_projector(make: ProjectorFactory, features: int, hidden: int, factor: i
         projector: Any = make(features, hidden)
         if not isinstance(projector, nn.Module):
             raise ConfigError(f"the program's projector {name} has returned {projector!r}, which is no nn.Module")
-        buffers = [own for own, _ in projector.named_buffers()]
+        buffers = [name for name, _ in projector.named_buffers()]
         if buffers:
             raise ConfigError(f"the program's projector {name} has the buffer {buffers[0]}; make it a parameter")
         count = 4 * factor**2  # features of a tile, of which the pixel shuffle leaves 2 x 2
@@ -102,11 +102,11 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
     name = getattr(function, "__name__", type(function).__name__)
 
     def of_chunk(
-        hidden: torch.Tensor, weight: torch.Tensor, labels: Labels, change: LogitChange
+        hidden: torch.Tensor, weight: torch.Tensor, labels: Labels, logit_change: LogitChange
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of a chunk's losses, each times its weight, and the single losses without gradients."""
         ids, weights = labels.ids, labels.weights
-        losses: Any = function(change.apply(functional.linear(hidden, weight).float()), ids)
+        losses: Any = function(logit_change.apply(functional.linear(hidden, weight).float()), ids)
         if not isinstance(losses, torch.Tensor) or losses.shape != ids.shape:
             shape = list(losses.shape) if isinstance(losses, torch.Tensor) else repr(losses)[:100]
             raise ConfigError(
@@ -121,15 +121,15 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
         labels: Labels,
         *,
         collector: LossCollector | None = None,
-        change: LogitChange,
+        logit_change: LogitChange,
     ) -> torch.Tensor:
         """Return the sum of all losses, float32 scalar, computed in chunks that the backward pass computes again."""
         total = hidden.new_zeros((), dtype=torch.float32)
         if not len(labels.ids):  # every rank needs a gradient to reduce, also without labels
             return total + (hidden.sum() + weight.sum()).float() * 0.0
         for chunk, part in zip(hidden.split(cfg.chunk_tokens), labels.split(cfg.chunk_tokens), strict=True):
-            own, losses = checkpoint(of_chunk, chunk, weight, part, change, use_reentrant=False)
-            total = total + own
+            loss_of_chunk, losses = checkpoint(of_chunk, chunk, weight, part, logit_change, use_reentrant=False)
+            total = total + loss_of_chunk
             if collector is not None:
                 collector.chunks.append(losses.detach())
         return total

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,14 +17,22 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from llava_fsdp.config import Attention
 from llava_fsdp.runtime.errors import ConfigError
 
-Segments = (
-    tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-    | tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...], torch.Tensor]
-)
-"""Sample boundaries of a packed row: position_ids int64 [1, tokens] that begin at 0 in every sample, cu_seqlens
-(cumulative sample lengths) int32 [samples + 1], and the samples' lengths. If samples share tokens: also, for each
-sample, how many of the first tokens of the sample before it are its own first tokens, too, where its positions then
-begin; and cumulative lengths, int32 [samples + 1], in which such tokens count for each sample."""
+
+class Segments(NamedTuple):
+    """Sample boundaries of a packed row. `data.batching.batch` has a class with the same fields, as neither of the
+    packages `data` and `model` imports the other."""
+
+    position_ids: torch.Tensor
+    """int64 [1, tokens]; they begin at 0 in every sample or, if it shares tokens, at their number."""
+    cu_seqlens: torch.Tensor
+    """Cumulative sample lengths, int32 [samples + 1]."""
+    lengths: tuple[int, ...]
+    """The samples' lengths."""
+    shared: tuple[int, ...] = ()
+    """For each sample, how many of the first tokens of the sample before it are its own first tokens, too; empty if
+    samples share none."""
+    key_offsets: torch.Tensor | None = None
+    """Cumulative lengths, int32 [samples + 1], in which such tokens count for each sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,8 +363,8 @@ def with_copies(values: torch.Tensor, row: Boundaries, shared: SharedTokens) -> 
     """
     samples = values.split(row.lengths.each, 2)
     pieces: list[torch.Tensor] = []
-    for number, (own, count) in enumerate(zip(samples, shared.counts, strict=True)):
-        pieces += [samples[number - 1].narrow(2, 0, count), own] if count else [own]
+    for number, (sample, count) in enumerate(zip(samples, shared.counts, strict=True)):
+        pieces += [samples[number - 1].narrow(2, 0, count), sample] if count else [sample]
     return torch.cat(pieces, dim=2)
 
 

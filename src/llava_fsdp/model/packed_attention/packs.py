@@ -16,9 +16,9 @@ from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig, PreTrainedM
 from llava_fsdp.config import Attention
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import check_widths
-from llava_fsdp.model.packed_attention.attention import NAMES, attention_of_transformers, layers_with_window
+from llava_fsdp.model.packed_attention.attention import NAMES, Segments, attention_of_transformers, layers_with_window
 from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
-from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, Visits, register_attention
+from llava_fsdp.model.packed_attention.row_mask import AttendedLayers, BoundaryMask, register_attention
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import library_errors
 
@@ -47,11 +47,11 @@ def padded_attention(language: PretrainedConfig) -> str:
 def packing_refused(language: PretrainedConfig) -> str | None:
     """Return why a language model would mix the samples of a packed row; None if it keeps them apart. Its configuration
     is read, and it runs on the meta device. Raises ModelError if transformers cannot build it."""
-    return other_attention(language) or found_out_of_reach(ConfigKey(language))
+    return other_attention(language) or why_samples_mix(ConfigKey(language))
 
 
 @functools.lru_cache(maxsize=64)
-def found_out_of_reach(language: ConfigKey) -> str | None:
+def why_samples_mix(language: ConfigKey) -> str | None:
     """Return why a language model would mix the samples of a packed row, found by running it on the meta device; None
     if it keeps them apart. The answers for the last 64 configurations are cached: `language` can be hashed. Raises
     ModelError if transformers cannot build the model, or torch cannot multiply its experts."""
@@ -155,26 +155,26 @@ def layers_out_of_reach(model: PreTrainedModel) -> str | None:
         return f"{config.model_type} mixes neighbouring tokens ({', '.join(mixers)})"
     register_attention()
     config._attn_implementation = NAMES[Attention.sdpa]
-    visits: Visits = []
+    attended_layers: AttendedLayers = []
     try:
         with torch.no_grad(), torch.device("meta"):
-            # one row of two tokens with two samples: position ids, cumulative lengths, lengths (no values on meta)
-            segments = torch.zeros((1, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32), (1, 1)
+            # one row of two tokens with two samples; tensors have no values on meta
+            segments = Segments(torch.zeros((1, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32), (1, 1))
             inputs = {
                 "inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16),
-                "attention_mask": BoundaryMask.of(torch.ones((1, 2), dtype=torch.bool), segments, visits),
-                "position_ids": segments[0],
+                "attention_mask": BoundaryMask.of(torch.ones((1, 2), dtype=torch.bool), segments, attended_layers),
+                "position_ids": segments.position_ids,
                 "use_cache": False,
             }
             functional_call(model, in_bf16(model), kwargs=inputs)
     except (ConfigError, TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
         return f"{config.model_type} does not run on a packed row ({' '.join(str(error).split())[:300]})"
-    windows, expected = sum(window is not None for _, window in visits), layers_with_window(config)
+    windows, expected = sum(window is not None for _, window in attended_layers), layers_with_window(config)
     if windows != expected:
         return f"{expected} layers of {config.model_type} attend in a sliding window, and {windows} of them do so here"
-    if len({id(module) for module, _ in visits}) != config.num_hidden_layers:
+    if len({id(module) for module, _ in attended_layers}) != config.num_hidden_layers:
         return (
-            f"{len(visits)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "
+            f"{len(attended_layers)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "
             "transformers' AttentionInterface, and the others would mix the samples of a row"
         )
     return None

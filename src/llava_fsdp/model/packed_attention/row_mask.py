@@ -49,7 +49,7 @@ from llava_fsdp.model.packed_attention.attention import (
 )
 from llava_fsdp.runtime.errors import ConfigError
 
-Visits = list[tuple[nn.Module, int | None]]
+AttendedLayers = list[tuple[nn.Module, int | None]]
 """The layers that have attended, each with its window."""
 
 
@@ -59,32 +59,39 @@ class BoundaryMask(torch.Tensor):
 
     boundaries: Boundaries | None
     """None: each row is one sample."""
-    shared: SharedTokens | None
+    shared_prompt_tokens: SharedTokens | None
     is_cached: bool
     """Whether the rows are a batch for generation, whose keys may be in a cache."""
-    visits: Visits | None
+    attended_layers: AttendedLayers | None
     """List to which every layer that attends is appended; None: they are not recorded."""
 
     @staticmethod
     def of(
-        mask: torch.Tensor, segments: Segments | None = None, visits: Visits | None = None, is_cached: bool = False
+        mask: torch.Tensor,
+        segments: Segments | None = None,
+        attended_layers: AttendedLayers | None = None,
+        is_cached: bool = False,
     ) -> BoundaryMask:
         """Return an attention mask, bool [rows, tokens], False at padding, that also carries the boundaries of samples.
         It has the values and the memory of `mask`.
 
         Args:
-            segments: of a packed row: position ids, cumulative sample lengths, sample lengths and, if samples share
-                their first tokens with the sample before them, how many, and cumulative lengths that count these tokens
-                for each sample. None: each row is one sample.
-            visits: list to which every layer that attends is appended; None: they are not recorded.
+            segments: the boundaries of the samples in a packed row. None: each row is one sample.
+            attended_layers: list to which every layer that attends is appended; None: they are not recorded.
             is_cached: whether the rows are a batch for generation, whose keys may be in a cache.
         """
         made = mask.as_subclass(BoundaryMask)
-        made.boundaries, made.shared, made.is_cached, made.visits = None, None, is_cached, visits
+        made.boundaries, made.shared_prompt_tokens, made.is_cached, made.attended_layers = (
+            None,
+            None,
+            is_cached,
+            attended_layers,
+        )
         if segments is not None:
-            lengths = segments[2]
-            made.boundaries = Boundaries(segments[1], Lengths(lengths, max(lengths)))
-            made.shared = shared_tokens(lengths, segments[3], segments[4]) if len(segments) == 5 else None
+            lengths = segments.lengths
+            made.boundaries = Boundaries(segments.cu_seqlens, Lengths(lengths, max(lengths)))
+            if segments.key_offsets is not None:
+                made.shared_prompt_tokens = shared_tokens(lengths, segments.shared, segments.key_offsets)
         return made
 
     @classmethod
@@ -112,8 +119,8 @@ class RowMask:
     masks: tuple[torch.Tensor, ...] | None = None
     """For each sample of a packed row, which of its tokens attend to which, bool [1, 1, length, length]; without
     boundaries, one mask for all rows, bool [rows or 1, 1, tokens, all tokens]. None: `window` says it."""
-    visits: Visits | None = None
-    shared: SharedTokens | None = None
+    attended_layers: AttendedLayers | None = None
+    shared_prompt_tokens: SharedTokens | None = None
     chunks: Any = None
     """This rank's chunks of the row, if several ranks share it."""
 
@@ -165,7 +172,8 @@ def make_row_mask(
         return attention_mask
     if not isinstance(attention_mask, BoundaryMask):
         raise ConfigError("a model replaces its attention mask, so that packed samples would be mixed; set pack=false")
-    boundaries, visits, shared = attention_mask.boundaries, attention_mask.visits, attention_mask.shared
+    boundaries, layers = attention_mask.boundaries, attention_mask.attended_layers
+    shared = attention_mask.shared_prompt_tokens
     if attention_mask.is_cached:  # rows for generation, padded on the left
         # A padding token attends to itself too, because attending to no token gives NaN.
         seen = padding_mask_function(attention_mask.as_subclass(torch.Tensor))
@@ -173,9 +181,9 @@ def make_row_mask(
         return RowMask(None, masks=(evaluated(rule, given),))
     chunks = chunks_of(boundaries) if chunks_of is not None and boundaries is not None else None
     if mask_function is causal_mask_function:
-        return RowMask(boundaries, visits=visits, shared=shared, chunks=chunks)
+        return RowMask(boundaries, attended_layers=layers, shared_prompt_tokens=shared, chunks=chunks)
     if local_size is not None and is_same_rule(mask_function, sliding_window_causal_mask_function(local_size)):
-        return RowMask(boundaries, local_size, visits=visits, shared=shared, chunks=chunks)
+        return RowMask(boundaries, local_size, attended_layers=layers, shared_prompt_tokens=shared, chunks=chunks)
     if shared is not None:
         raise ConfigError(
             "data.prompt_once=true needs causal attention, and this model has another rule (which tokens of an image "
@@ -184,10 +192,10 @@ def make_row_mask(
     # another rule: a mask for each sample, with the numbers that its tokens have in the row
     masks, begin = [], 0
     for length in (attention_mask.shape[1],) if boundaries is None else boundaries.lengths.each:
-        own: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
-        masks.append(evaluated(mask_function, given | own))
+        chunk_sizes: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
+        masks.append(evaluated(mask_function, given | chunk_sizes))
         begin += length
-    return RowMask(boundaries, masks=tuple(masks), visits=visits, chunks=chunks)
+    return RowMask(boundaries, masks=tuple(masks), attended_layers=layers, chunks=chunks)
 
 
 def evaluated(rule: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
@@ -205,8 +213,8 @@ def is_same_rule(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(is_same_rule, one, other))
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        own, others = (tuple(cell.cell_contents for cell in rule.__closure__ or ()) for rule in (one, other))
-        return one.__code__ is other.__code__ and is_same_rule(own, others)
+        cells, others = (tuple(cell.cell_contents for cell in rule.__closure__ or ()) for rule in (one, other))
+        return one.__code__ is other.__code__ and is_same_rule(cells, others)
     return isinstance(one, int) and isinstance(other, int) and one == other
 
 
@@ -239,17 +247,19 @@ def attend_with(
             got = "no mask" if row is None else "a mask of its own"
             raise ConfigError(f"{type(module).__name__} attends with {got}, which would mix packed samples")
         refuse_other_attention(module, others, is_causal=row.masks is None)
-        if row.visits is not None:  # while it is checked that all layers attend through this function
-            row.visits.append((module, row.window))
+        if row.attended_layers is not None:  # while it is checked that all layers attend through this function
+            row.attended_layers.append((module, row.window))
         form = AttentionForm(scaling, dropout, row.window, softcap, s_aux)
         if row.boundaries is None:  # each row is one sample
             allowed = None if row.masks is None else row.masks[0]
             return attend_alone(module, query, key, value, form, allowed), None
         chosen = kernel if form.is_plain and row.masks is None else each_alone  # the others have no caps, sinks, masks
         keys = None
-        if row.shared is not None:  # samples whose first tokens the row has only once: copy their keys and values
-            key, value = (with_copies(own, row.boundaries, row.shared) for own in (key, value))
-            keys = row.shared.keys
+        if (
+            row.shared_prompt_tokens is not None
+        ):  # samples whose first tokens the row has only once: copy their keys and values
+            key, value = (with_copies(states, row.boundaries, row.shared_prompt_tokens) for states in (key, value))
+            keys = row.shared_prompt_tokens.keys
         packed = PackedRow(row.boundaries, form, keys, row.masks)
         return around(chosen, row)(module, query, key, value, packed), None
 
@@ -287,4 +297,4 @@ def attention_arguments(
     mask = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     if segments is None:
         return {"attention_mask": BoundaryMask.of(mask)}
-    return {"position_ids": segments[0], "attention_mask": BoundaryMask.of(mask, segments)}
+    return {"position_ids": segments.position_ids, "attention_mask": BoundaryMask.of(mask, segments)}

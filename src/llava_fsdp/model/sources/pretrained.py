@@ -24,7 +24,7 @@ from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.class_parts import class_parts
 from llava_fsdp.model.sources.gguf_source import folder_of_gguf, is_gguf
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
-from llava_fsdp.model.sources.saved_run import projector_cure, way_to_whole, whole_cure
+from llava_fsdp.model.sources.saved_run import projector_cure, whole_model_cure, whole_model_export
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.conversions import has_tied_weights, is_tied, language_model_of, whole_model_of
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, open_tensors, require_weights
@@ -91,9 +91,9 @@ def find_parts(cfg: ModelConfig) -> Parts:
     if is_original(raw):
         return original_parts(folder, raw, cfg)
     # a model for transformers
-    own = read_config(folder, "model.checkpoint")
-    if not is_llava(own, folder):
-        return class_parts(own, folder)
+    class_config = read_config(folder, "model.checkpoint")
+    if not is_llava(class_config, folder):
+        return class_parts(class_config, folder)
     config = read_llava_config(folder, "model.checkpoint")
     with library_errors(f"model.checkpoint={folder}: its config.json is damaged"):
         check_selection(config, cfg, folder)
@@ -427,7 +427,7 @@ def resolve_model(name: str, key: str) -> Path:
     if is_adapter_folder(folder):
         merge = f"merge it into its base: llava-fsdp export source={name} to=FOLDER"
         if (folder.parent / "config.yaml").is_file():
-            merge = way_to_whole(folder.parent, folder, f"{folder.parent}_model", key, find_parts)
+            merge = whole_model_export(folder.parent, folder, f"{folder.parent}_model", key, find_parts)
         raise ModelError(
             f"{key}={name} is an adapter, not a whole model; to go on training it: model.lora.checkpoint={name}; to "
             f"start from the whole model: {merge}"
@@ -437,12 +437,12 @@ def resolve_model(name: str, key: str) -> Path:
         run = None if (folder / CHECKPOINT_FILE).is_file() else run_of(folder)
         if run is not None and (not has_export(run) or run.absolute() == folder.absolute()):
             inside = f": {run}" if folder.exists() and folder.absolute() != run.absolute() else ""
-            raise ModelError(f"{key}={name}{inside} {why_no_export(run)}{whole_cure(run, key, find_parts)}")
+            raise ModelError(f"{key}={name}{inside} {why_no_export(run)}{whole_model_cure(run, key, find_parts)}")
         if (folder / CHECKPOINT_FILE).is_file():
             of_run = folder.absolute().parents[1]
             cure = f"export it: llava-fsdp export source={name} to=FOLDER"
             if (of_run / "config.yaml").is_file():
-                cure = way_to_whole(of_run, folder, f"{of_run}_{folder.name}", key, find_parts)
+                cure = whole_model_export(of_run, folder, f"{of_run}_{folder.name}", key, find_parts)
             raise ModelError(f"{key}={name} is a checkpoint of a run, which holds what trained alone; {cure}")
         if folder.is_dir():
             raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")

@@ -32,7 +32,7 @@ from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 
-def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
+def read_model(folder: Path, language: str | None = None, vision: str | None = None) -> ModelConfig:
     """Derive the section `model` of the configuration from a model folder of llava_fsdp, transformers or the original
     LLaVA. A folder of the original LLaVA may contain only a projector.
 
@@ -105,7 +105,7 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
                 f"source={adapter.folder} has no config.json, and its base {folder} is a language model alone: nothing "
                 "says which tower and projector go with them; give a whole LLaVA model with base=PATH"
             )
-        return read_model(folder, None, vision)
+        return read_model(folder, vision=vision)
     raw = read_json(adapter.folder / "config.json", f"source={adapter.folder}")
     with library_errors(f"source={adapter.folder}: its config.json is damaged"):
         selection = read_selection(raw, adapter.folder)
@@ -165,7 +165,7 @@ def check_named_base(adapter: AdapterFolder, parts: Parts, base: str, key: str) 
     used = {type_of_language(parts.language.to_dict())}
     if parts.whole is not None:
         used |= {read_json(parts.whole / "config.json", f"{key}={base}")["model_type"], "llava"}
-    for where, kind in said_types(adapter).items():
+    for where, kind in base_types_by_place(adapter).items():
         if kind not in {name.replace("-", "_") for name in used}:
             raise ModelError(
                 f"{adapter.folder} is for another base: {where} says that it is a {kind}, and {base} is a "
@@ -179,7 +179,7 @@ def check_named_base(adapter: AdapterFolder, parts: Parts, base: str, key: str) 
         )  # fmt: skip
 
 
-def said_types(adapter: AdapterFolder) -> dict[str, str]:
+def base_types_by_place(adapter: AdapterFolder) -> dict[str, str]:
     """Return the types of language model, such as qwen2, that a LoRA adapter's folder names for its base, by the place
     that names it."""
     said = {}

@@ -34,7 +34,7 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
     if not has_saved(run):
         return nothing_saved(run)
     try:
-        model, _ = open_run(run, find_parts)
+        model, _ = model_of_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"; how to go on from what it has saved cannot be told: {error}"
     if model is None:
@@ -44,12 +44,12 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
         return f"; it has no projector to write: {refused}"
     to = f"{run}_projector"
     return (
-        f"{or_also(run)}write the projector that it has saved into a folder of its own, and begin with that:\n"
+        f"{connective(run)}write the projector that it has saved into a folder of its own, and begin with that:\n"
         f"  llava-fsdp export source={run} to={to} format=projector\n  model.projector={to}"
     )
 
 
-def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
+def whole_model_cure(run: Path, key: str, find_parts: FindParts) -> str:
     """Return the end of an error message about a run without an export: with which command the whole model that it has
     saved can be exported and then read. The message begins with the text of `why_no_export`, which may tell the user to
     run the training again; the result is empty if there is no other way.
@@ -61,10 +61,10 @@ def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
     if not has_saved(run):
         return nothing_saved(run)
     # the export is made from the run itself, into the folder `{run}_model`
-    return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key, find_parts)}"
+    return f"{connective(run)}{whole_model_export(run, run, f'{run}_model', key, find_parts)}"
 
 
-def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindParts) -> str:
+def whole_model_export(run: Path, source: Path, to: str, key: str, find_parts: FindParts) -> str:
     """Return the command that exports the whole model of a run to the folder `to`, and the setting that reads it; or
     why there is no such command, and how its adapters can be trained further.
 
@@ -75,7 +75,7 @@ def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindPar
         find_parts: finds the folders of a model.
     """
     try:
-        model, cfg = open_run(run, find_parts)
+        model, cfg = model_of_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"how to go on from what it has saved cannot be told: {error}"
     # None: a whole model of transformers, which can always be exported
@@ -97,7 +97,7 @@ def nothing_saved(run: Path) -> str:
     return "; it has saved nothing: train it again, with another output_dir" if is_done(run) else ""
 
 
-def or_also(run: Path) -> str:
+def connective(run: Path) -> str:
     return "; " if is_done(run) else "; or "
 
 
@@ -106,7 +106,7 @@ def has_saved(run: Path) -> bool:
     return held_by(run) is None and bool(list_checkpoints(run / FOLDER) or is_adapter_folder(run / ADAPTER))
 
 
-def open_run(run: Path, find_parts: FindParts) -> tuple[Llava | None, Config]:
+def model_of_run(run: Path, find_parts: FindParts) -> tuple[Llava | None, Config]:
     """Return the LLaVA model that a run has trained, on the meta device, without its adapters, and the run's
     configuration. The model is None if the run has trained a whole model of transformers, which is always exportable.
     Raises ConfigError if its config.yaml cannot be read, and ModelError if a part of the model is missing. `find_parts`

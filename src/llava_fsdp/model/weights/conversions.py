@@ -155,7 +155,7 @@ def plan_whole(config: PretrainedConfig, folder: Path) -> LoadPlan:
     return plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
 
 
-def plan_with_all_rows(
+def plan_load_with_extra_vocabulary(
     build: Callable[[PretrainedConfig], PreTrainedModel],
     config: PretrainedConfig,
     tensors: Mapping[str, StoredTensor],
@@ -206,7 +206,9 @@ def is_tied(
         return False
     if not any(name.endswith(last_parts(names[0])) for name in tensors):  # no file has an output layer
         return True
-    sources = plan_with_all_rows(build, config, tensors, folder).sources  # where each weight is in the files
+    sources = plan_load_with_extra_vocabulary(
+        build, config, tensors, folder
+    ).sources  # where each weight is in the files
     head, embeddings = (sources.get(name) for name in names)
     return head is None or embeddings is None or head is embeddings or has_same_values(head, embeddings)
 
@@ -322,7 +324,9 @@ def revert_conversion(
     for name, value in model.state_dict().items():
         our_name = rename(name)
         if name in names:
-            lazy_parameters[name] = LazyTensor(value.shape, [our_name], lambda box, own=our_name: read(own, box))
+            lazy_parameters[name] = LazyTensor(
+                value.shape, [our_name], lambda box, name_here=our_name: read(name_here, box)
+            )
     with library_errors(f"transformers cannot write a {model.config.model_type} model with these parts"):
         outputs: Any = revert_weight_conversion(model, lazy_parameters)
     return outputs

@@ -121,8 +121,8 @@ def computed_buffers(model: nn.Module, stored: Collection[str] = ()) -> dict[str
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             models[path] = module
-        own = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_buffers(recurse=False)}
-        names = [name for whole_name, name in own.items() if whole_name not in stored]
+        buffer_names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_buffers(recurse=False)}
+        names = [name for whole_name, name in buffer_names.items() if whole_name not in stored]
         if not names or isinstance(module, QuantizedLinear):  # buffers of quantized layers are set with the weight
             continue
         above = [outer for outer in models if not outer or f"{path}.".startswith(f"{outer}.")]

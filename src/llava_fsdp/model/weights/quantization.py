@@ -120,8 +120,8 @@ class QuantizedLinear(nn.Module):
         dtype = self.weight.dtype
         weight = weight.to(self.statistics[0].device, dtype).contiguous()  # kernels read it without strides
         packed, statistics = quantize(self.packing, weight, dtype)
-        for own, computed in zip(self.statistics, statistics, strict=True):
-            own.copy_(computed)
+        for stored, computed in zip(self.statistics, statistics, strict=True):
+            stored.copy_(computed)
         return packed
 
     @torch.no_grad()

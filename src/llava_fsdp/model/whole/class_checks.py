@@ -51,21 +51,21 @@ class StandIn(nn.Module):
         return Outputs((inputs_embeds if self.states is None else self.states,))
 
 
-def check_logits(divided: DividedClass, change: LogitChange) -> None:
+def check_logits(divided: DividedClass, logit_change: LogitChange) -> None:
     """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
-    output layer with `change` does, or cannot be run for this. The class gets a few random hidden states, and random
-    weights of a small output layer.
+    output layer with `logit_change` does, or cannot be run for this. The class gets a few random hidden states, and
+    random weights of a small output layer.
 
     Args:
         divided: the model, divided into its output layer and the module that makes the hidden states; on the meta
             device. Its modules are replaced, so that it cannot be used afterwards.
-        change: the factor and the cap by which logits are made from the output of the output layer.
+        logit_change: the factor and the cap by which logits are made from the output of the output layer.
     """
     model = divided.whole
     what = f"a {type(model).__name__}, model_type={model.config.model_type}"
     try:
         with torch.no_grad(), torch.device("cpu"):
-            theirs, ours = logits_of(divided, change)
+            theirs, ours = logits_of(divided, logit_change)
     except Exception as error:
         raise ModelError(f"{what} is not supported: its class makes no logits of hidden states ({error})") from error
     if theirs.shape != ours.shape or not torch.allclose(theirs.float(), ours, rtol=1e-5, atol=1e-5):
@@ -75,11 +75,11 @@ def check_logits(divided: DividedClass, change: LogitChange) -> None:
         )
 
 
-def logits_of(divided: DividedClass, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of(divided: DividedClass, logit_change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two kinds of logits of the same random hidden states: as the class makes them, and as the output layer
-    with `change` (a factor and a cap) does. In the class, a stand-in that returns these hidden states takes the place
-    of the language model, and a small random output layer that of its own. Raises ModelError if a class whose output
-    layer is an identity returns others than the hidden states of its language model."""
+    with `logit_change` (a factor and a cap) does. In the class, a stand-in that returns these hidden states takes the
+    place of the language model, and a small random output layer that of its own. Raises ModelError if a class whose
+    output layer is an identity returns others than the hidden states of its language model."""
     model: Any = divided.whole
     config = model.config.get_text_config()
     width = config.hidden_size
@@ -98,7 +98,7 @@ def logits_of(divided: DividedClass, change: LogitChange) -> tuple[torch.Tensor,
     else:
         model.set_submodule(divided.prefix.removesuffix("."), stand_in)
     model.set_submodule(divided.output, head)
-    return model(**inputs).logits, change.apply(head(states).float())
+    return model(**inputs).logits, logit_change.apply(head(states).float())
 
 
 def replace_module(model: nn.Module, inner: nn.Module, stand_in: nn.Module) -> None:

@@ -27,6 +27,6 @@ def multiply_patches(model: nn.Module) -> None:
         if type(module) is not nn.Conv3d or module.groups != 1 or any(module.padding) or {*module.dilation} != {1}:
             continue
         size, stride = (cast(Size, tuple(sides)) for sides in (module.kernel_size, module.stride))
-        own = PatchConv3d(module.in_channels, module.out_channels, size, stride, bias=module.bias is not None)
-        own.weight, own.bias = module.weight, module.bias
-        model.set_submodule(name, own)
+        convolution = PatchConv3d(module.in_channels, module.out_channels, size, stride, bias=module.bias is not None)
+        convolution.weight, convolution.bias = module.weight, module.bias
+        model.set_submodule(name, convolution)

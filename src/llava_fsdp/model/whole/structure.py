@@ -75,11 +75,11 @@ def find_structure(divided: DividedClass) -> Structure:
     base = divided.module
     language = language_of(base)
     names = {module: name for name, module in base.named_modules()}
-    own = f"{names[language]}."
+    language_prefix = f"{names[language]}."
     depth = getattr(language.config, "num_hidden_layers", None)
     if not any(len(stack) == depth for stack in lists_in(language)):
         raise ModelError(f"the language model of a {type(base).__name__} has no list of its {depth} blocks")
-    towers = {name: tower for name, tower in towers_of(base) if not f"{name}.".startswith(own)}
+    towers = {name: tower for name, tower in towers_of(base) if not f"{name}.".startswith(language_prefix)}
     # For each vision tower: its list of blocks, and its modules after the blocks that make features as wide as the
     # embeddings of the language model. These modules belong to the projector.
     stacks, projectors = [], []

@@ -32,7 +32,7 @@ from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.model.whole.answers import Generation, class_around, generate
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
-from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.packs import why_whole_not_packed
 from llava_fsdp.model.whole.patches import multiply_patches
 from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.structure import base_of, find_structure, is_inside, name_modules, other_inputs
@@ -180,8 +180,9 @@ class Whole(Architecture):
         given |= {name: torch.zeros_like(input_ids) for name in self.types if name not in given}
         positions = given.pop("position_ids", None)
         if positions is None:
-            length = input_ids.shape[1]  # `segments[0]`: positions that begin at 0 in every sample
-            positions = torch.arange(length, device=input_ids.device)[None] if segments is None else segments[0]
+            length = input_ids.shape[1]
+            in_row = torch.arange(length, device=input_ids.device)[None]
+            positions = in_row if segments is None else segments.position_ids
         # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
         mask = torch.ones_like(input_ids, dtype=torch.bool)
         mask = mask.long() if self.kernel is None else BoundaryMask.of(mask, segments)
@@ -199,11 +200,11 @@ class Whole(Architecture):
         """Let transformers' class generate the tokens that follow prompts; `generation.push` gets them. Meanwhile the
         language model attends as transformers does without packed rows, and afterwards as before."""
         assert self.parts.class_config is not None
-        own = class_around(self.parts.class_config, self)
+        as_class = class_around(self.parts.class_config, self)
         before = self.attention
         self.use_attention(attention_of_transformers(self.parts.language, type(self.language)))
         try:
-            generate(own, prompts, {name: self.cast(value) for name, value in images.items()}, generation)
+            generate(as_class, prompts, {name: self.cast(value) for name, value in images.items()}, generation)
         finally:
             self.use_attention(before)
 
@@ -231,8 +232,8 @@ class Whole(Architecture):
         size of its first linear layer, divided by the tower's width. 1 if that is no integer."""
         projector, blocks = self.modules_of(Part.projector), self.all_blocks(Part.vision)[:1]
         inputs, widths = (
-            [m.in_features for module in own for m in module.modules() if isinstance(m, nn.Linear)]
-            for own in (projector, blocks)
+            [m.in_features for module in modules for m in module.modules() if isinstance(m, nn.Linear)]
+            for modules in (projector, blocks)
         )
         return inputs[0] // widths[0] if inputs and widths and inputs[0] % widths[0] == 0 else 1
 
@@ -259,8 +260,8 @@ class Whole(Architecture):
         """Return the topmost modules whose parameters all belong to a part."""
         found: list[str] = []
         for name, module in self.named_modules():
-            own = {self.structure.part_of(inner) for inner, _ in module.named_parameters(prefix=name)}
-            if own == {part} and part_name(name, found) is None:  # not inside of one that is found already
+            parts_inside = {self.structure.part_of(inner) for inner, _ in module.named_parameters(prefix=name)}
+            if parts_inside == {part} and part_name(name, found) is None:  # not inside of one that is found already
                 found.append(name)
         return [self.get_submodule(name) for name in found]
 
@@ -381,11 +382,11 @@ def named_parts(model: Whole) -> Mapping[str, NamedPart]:
     """Return the parts of a model as users see them (title, and which learning rate they have), by the beginnings of
     their parameters' names: first parts inside of others, last the model's children, as what is in no other part
     belongs to the projector."""
-    own = model.structure
-    found = {name: NamedPart("projector", Part.projector) for name in own.projectors}
-    found |= {name: NamedPart("vision tower", Part.vision) for name in own.towers}
-    found |= {own.language: NamedPart("language model"), own.output: NamedPart("output layer")}
-    others = [name for name, _ in model.named_children() if not is_inside(own.output, (name,))]
+    structure = model.structure
+    found = {name: NamedPart("projector", Part.projector) for name in structure.projectors}
+    found |= {name: NamedPart("vision tower", Part.vision) for name in structure.towers}
+    found |= {structure.language: NamedPart("language model"), structure.output: NamedPart("output layer")}
+    others = [name for name, _ in model.named_children() if not is_inside(structure.output, (name,))]
     return found | {name: NamedPart("projector", Part.projector) for name in others if name not in found}
 
 
@@ -408,7 +409,7 @@ def build_whole(
     """
     assert parts.class_config is not None
     if kernel is not None:
-        refuse_packing(packs(parts))
+        refuse_packing(why_whole_not_packed(parts))
     for config in (parts.class_config, parts.language, parts.vision):
         refuse_layerdrop(config)
     with torch.device("meta"):

@@ -21,4 +21,4 @@ def gather_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor
     """Return an all-gather: [n, ...] -> [ranks * n, ...], the tensors of the group's ranks in order. Its backward pass
     sums the gradients of all ranks. It holds only the group's name, so the group can be freed."""
     name = group.group_name
-    return lambda own: _functional_collectives.all_gather_single_autograd(own, 0, name)
+    return lambda tensor: _functional_collectives.all_gather_single_autograd(tensor, 0, name)

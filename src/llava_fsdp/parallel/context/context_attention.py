@@ -226,14 +226,16 @@ class GatheredKeys:
         # each chunk of the row that this rank has: number of queries, slice of their keys, sample boundaries of both
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []
-        for own, part in zip(queries, self.row_chunks.each, strict=True):
+        for chunk_query, part in zip(queries, self.row_chunks.each, strict=True):
             keys, values = key[:, :, part.keys], value[:, :, part.keys]
-            found.append(self.attend(module, own, keys, values, PackedRow(part.queries_at, row.form, part.keys_at)))
+            found.append(
+                self.attend(module, chunk_query, keys, values, PackedRow(part.queries_at, row.form, part.keys_at))
+            )
         return torch.cat(found, dim=1)
 
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+    def gathered(self, states: torch.Tensor) -> torch.Tensor:
         """Gather the keys or values of all positions, in their order in the row: [1, heads, own positions, width] ->
         [1, heads, positions, width]."""
-        every = self.gather(own[0].transpose(0, 1).contiguous())  # [positions, heads, width], rank after rank
+        every = self.gather(states[0].transpose(0, 1).contiguous())  # [positions, heads, width], rank after rank
         halves = every.unflatten(0, (self.size, 2, -1))  # rank i has sent chunks i and 2 * size - 1 - i
         return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1).transpose(0, 1)[None]

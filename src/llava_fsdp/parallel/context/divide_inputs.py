@@ -61,7 +61,7 @@ class DivideInputs:
         return args, divided(kwargs, tokens, slice(begin, end))
 
 
-def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any]:
+def divided(inputs: Mapping[str, Any], tokens: int, own_positions: slice) -> dict[str, Any]:
     """Return the inputs of a language model at some positions of a row.
 
     What an input is follows from its shape and dtype. Values of each token are [1, tokens, channels]; positions and
@@ -72,7 +72,7 @@ def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any
 
     Args:
         tokens: number of tokens of the row.
-        own: the positions.
+        own_positions: the positions.
 
     Raises:
         ConfigError: an input has another shape.
@@ -83,7 +83,8 @@ def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any
     shown = masks[0].reshape(1, tokens, -1)[0, :, 0] if masks else None  # bool [tokens]
 
     def part(value: Any, name: str) -> Any:
-        """Return an input, or each one in a list or dict, at the positions of `own`. `name` is for the error."""
+        """Return an input, or each one in a list or dict, at the positions of `own_positions`. `name` is for the
+        error."""
         if isinstance(value, dict):
             return {key: part(each, name) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -92,12 +93,12 @@ def divided(inputs: Mapping[str, Any], tokens: int, own: slice) -> dict[str, Any
             return value
         is_feature = value.is_floating_point() and value.ndim < 3
         if value.shape[:2] == row and not is_feature:
-            return value[:, own]
+            return value[:, own_positions]
         if value.shape[-1] == tokens and not value.is_floating_point():
-            return value[..., own]
+            return value[..., own_positions]
         if is_feature and shown is not None and len(value) == int(shown.sum()):
-            before = int(shown[: own.start].sum())
-            return value[before : before + int(shown[own].sum())]
+            before = int(shown[: own_positions.start].sum())
+            return value[before : before + int(shown[own_positions].sum())]
         raise ConfigError(
             f"parallel.context: the language model gets {name} of the shape {list(value.shape)} for a row of {tokens} "
             "tokens, which cannot be divided among ranks; set parallel.context=1"

@@ -64,9 +64,9 @@ def shard(
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     if experts is not None:
         placement = placement_over(experts.mesh, cfg.precision.moment_dtype)
-        own = {**common, "mesh": experts.mesh, "shard_placement_fn": placement}
+        arguments = {**common, "mesh": experts.mesh, "shard_placement_fn": placement}
         for module in (module for module in experts.modules if module in inside):
-            fully_shard(module, mp_policy=policy, reshard_after_forward=frees_blocks, **own)
+            fully_shard(module, mp_policy=policy, reshard_after_forward=frees_blocks, **arguments)
     units = []
     for stack in reversed(parts.stacks):  # in the order of the forward pass: vision tower, then language model
         for unit in grouped([block for block in stack if block in inside], cfg.sharding.blocks_per_unit):
@@ -83,7 +83,7 @@ def shard(
     if together is not None:
         # this hook runs after FSDP's own forward pre-hook of the model, with which FSDP begins a forward pass
         model.register_forward_pre_hook(lambda *_: together())
-    sum_gradients(model)  # over ranks, not their mean: the loss is divided by the labels of the whole step
+    reduce_by_sum(model)  # over ranks, not their mean: the loss is divided by the labels of the whole step
 
 
 def shard_norms(
@@ -103,7 +103,7 @@ def shard_norms(
     return together
 
 
-def sum_gradients(model: nn.Module) -> None:
+def reduce_by_sum(model: nn.Module) -> None:
     """Make FSDP sum gradients over ranks instead of averaging them: the loss is divided by the label tokens of the
     whole step. Neither setter acts on submodules, so both are called on every unit; gloo needs the second one."""
     for module in model.modules():
@@ -130,8 +130,8 @@ def placement_over(mesh: DeviceMesh, moments: MomentDType) -> Callable[[nn.Param
     Adam's moments are stored: int8 moments have a scale for each block of values, and blocks must not be divided."""
 
     def placement(parameter: nn.Parameter) -> Shard:
-        own = moments if parameter.requires_grad else None
-        return Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1], own))
+        moments_of_weight = moments if parameter.requires_grad else None
+        return Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1], moments_of_weight))
 
     return placement
 

@@ -132,7 +132,7 @@ class BlockFromHost(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, whose activations are computed again in the backward pass from its input in host memory."""
         tensors = (*args, *kwargs.values(), *self.parameters())
-        if not any(isinstance(own, torch.Tensor) and own.requires_grad for own in tensors):
+        if not any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             return self._checkpoint_wrapped_module(*args, **kwargs)  # no gradient will pass: there is nothing to keep
         # `checkpoint` registers hooks of its own inside these hooks, so that these get only the positional arguments
         # that `checkpoint` keeps

@@ -42,7 +42,7 @@ GB = 1e9
 class Measured:
     """What was measured of one block."""
 
-    size: int
+    num_elements: int
     """Number of elements of the largest input; 0 if the block has not run backward."""
     length: int
     """Length of the longest row of an input. Some attention keeps bytes for each pair of tokens in a row."""
@@ -50,6 +50,17 @@ class Measured:
     """The most bytes kept for each element of the input, beyond the input itself."""
     seconds: float
     """Seconds of the forward pass for each element of the input: the least of all runs, then the most of all ranks."""
+
+
+class MeasuredRun(NamedTuple):
+    """One more forward pass of a block, run to measure it."""
+
+    shape: torch.Size
+    """Shape of the input."""
+    nbytes: int
+    """Bytes that the block would keep."""
+    read_seconds: Callable[[], float]
+    """Function that waits for the device and returns the seconds of the pass."""
 
 
 class Limit(NamedTuple):
@@ -84,8 +95,7 @@ class DynamicBlock(ActivationWrapper):
         """Whether an input was above `limit` since this was last reset. Only inputs with gradients count."""
         self.measures = False
         """Whether one more forward pass is measured before each recomputation."""
-        self.runs: list[tuple[torch.Size, int, Callable[[], float]]] = []
-        """For each measured run: shape of the input, bytes kept, and a function that waits and returns the seconds."""
+        self.runs: list[MeasuredRun] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block. Keep the activations if the input is within `limit` (number of elements, length of rows), else
@@ -129,24 +139,20 @@ class DynamicBlock(ActivationWrapper):
         for tensor in tensors_in(output):  # the next block's input, which is kept in every mode
             excluded |= storages_of(tensor)
         nbytes = sum(size for address, size in saved.items() if address not in excluded)
-        self.runs.append((input_of(args, kwargs).shape, nbytes, read_seconds))
+        self.runs.append(MeasuredRun(input_of(args, kwargs).shape, nbytes, read_seconds))
 
     def measured(self) -> Measured:
         """Return the measurements of all runs, and forget them: the largest input and row length, and the most bytes
         and the shortest time for each element of an input. All are 0 without a run. Waits for the device."""
-        runs = [
-            (shape.numel(), row_length(shape), nbytes, read_seconds())
-            for shape, nbytes, read_seconds in self.runs
-            if shape.numel()
-        ]
+        runs = [run for run in self.runs if run.shape.numel()]
         self.runs.clear()
         if not runs:
             return Measured(0, 0, 0.0, 0.0)
         return Measured(
-            max(size for size, *_ in runs),
-            max(length for _, length, *_ in runs),
-            max(nbytes / size for size, _, nbytes, _ in runs),
-            min(seconds / size for size, *_, seconds in runs),
+            max(run.shape.numel() for run in runs),
+            max(row_length(run.shape) for run in runs),
+            max(run.nbytes / run.shape.numel() for run in runs),
+            min(run.read_seconds() / run.shape.numel() for run in runs),
         )
 
 
@@ -178,8 +184,8 @@ class DynamicCheckpointing:
         for block in self.blocks:
             block.measures = FIRST <= self.steps + 1 <= LAST  # in the next step
         if self.steps == LAST:
-            own = [block.measured() for block in self.blocks], memory_left(self.world)
-            ranks = gathered(own)
+            of_rank = [block.measured() for block in self.blocks], memory_left(self.world)
+            ranks = gathered(of_rank)
             blocks = [worst_of(of_ranks) for of_ranks in zip(*(found for found, _ in ranks), strict=True)]
             room = self.share * min(left for _, left in ranks)
             limits = choose(blocks, room)
@@ -232,11 +238,11 @@ def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
     """Choose the blocks that keep their activations. Return, by the block's number, the largest input for which it
     does: SIZE_MARGIN times the largest one that was measured. Chosen are those whose forward pass takes the longest for
     their bytes, as many as fit into `room` bytes; among equal blocks the later ones, which keep them for less time."""
-    places = [number for number, block in enumerate(blocks) if block.size and block.nbytes]
+    places = [number for number, block in enumerate(blocks) if block.num_elements and block.nbytes]
     places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
     found = {}
     for number in places:
-        limit = Limit(int(SIZE_MARGIN * blocks[number].size), int(SIZE_MARGIN * blocks[number].length))
+        limit = Limit(int(SIZE_MARGIN * blocks[number].num_elements), int(SIZE_MARGIN * blocks[number].length))
         if (needed := limit.size * blocks[number].nbytes) <= room:
             found[number] = limit
             room -= needed
@@ -246,7 +252,7 @@ def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
 def worst_of(of_ranks: Sequence[Measured]) -> Measured:
     """Combine the measurements of one block on all ranks: the largest of each number."""
     return Measured(
-        max(one.size for one in of_ranks),
+        max(one.num_elements for one in of_ranks),
         max(one.length for one in of_ranks),
         max(one.nbytes for one in of_ranks),
         max(one.seconds for one in of_ranks),
@@ -256,10 +262,10 @@ def worst_of(of_ranks: Sequence[Measured]) -> Measured:
 def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: float) -> str:
     """Describe how many blocks keep their activations, which could take `room` bytes, and what this saves. `limits`:
     {block: its largest input}. `size` is a number of input elements, `nbytes` and `seconds` are for each of them."""
-    ran = [block for block in blocks if block.size]
+    ran = [block for block in blocks if block.num_elements]
     taken = sum(limit.size * blocks[number].nbytes for number, limit in limits.items())
-    forward = sum(block.size * block.seconds for block in ran)
-    saved = sum(blocks[number].size * blocks[number].seconds for number in limits)
+    forward = sum(block.num_elements * block.seconds for block in ran)
+    saved = sum(blocks[number].num_elements * blocks[number].seconds for number in limits)
     return (
         f"activation_checkpointing=dynamic: {len(limits)} of the {len(ran)} blocks that run backward keep their "
         f"activations, about {taken / GB:.3g} of {room / GB:.3g} GB; recomputation takes an estimated "

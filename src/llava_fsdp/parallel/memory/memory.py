@@ -123,11 +123,11 @@ class Weight:
                 `tensor` ranks, and the result is that of the first of them.
         """
         # over how many ranks this parameter is sharded, and the number of the rank among them
-        own, place = self.own_shards(shards), rank * self.tensor // self.sharers
-        if own == 1 or self.dimension(shards) == 1:
-            return self.gathered // own
+        fsdp_shards, place = self.own_shards(shards), rank * self.tensor // self.sharers
+        if fsdp_shards == 1 or self.dimension(shards) == 1:
+            return self.gathered // fsdp_shards
         rows = self.shape[0] // self.sharers
-        chunk = math.ceil(rows / own)
+        chunk = math.ceil(rows / fsdp_shards)
         held = max(0, min(chunk, rows - place * chunk))
         return self.gathered // rows * held if rows else 0
 

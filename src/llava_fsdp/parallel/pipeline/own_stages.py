@@ -86,6 +86,7 @@ def trained_elsewhere(pipeline: Pipeline, masters: MasterWeights) -> dict[str, E
     """Return the trained parameters that this rank does not have, by name, with the number of the group of ranks that
     has each. Ranks with the same stages are a group. Collective: all ranks must call it."""
     index = pipeline.place.index
-    own = {name: Elsewhere(index, p.dtype, tuple(p.shape)) for name, p in masters.named.items()}
-    found = gather_lists([own if pipeline.equal_ranks[0] == 0 else {}])  # one rank of each group tells its parameters
+    trained_here = {name: Elsewhere(index, p.dtype, tuple(p.shape)) for name, p in masters.named.items()}
+    # one rank of each group tells its parameters
+    found = gather_lists([trained_here if pipeline.equal_ranks[0] == 0 else {}])
     return {name: place for each in found for name, place in each.items() if place.group != index}

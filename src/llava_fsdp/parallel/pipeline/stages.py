@@ -55,11 +55,11 @@ class StagePlan:
     def __str__(self) -> str:
         """Text for the log, such as `blocks 0 to 15 (98%), 16 to 31 (102%) of the mean cost`."""
         total, count = sum(self.costs), len(self.costs)
-        own = (
+        shares = (
             f"{part.start} to {part.stop - 1} ({cost * count / total:.0%})"
             for part, cost in zip(self.blocks, self.costs, strict=True)
         )
-        return f"blocks {', '.join(own)} of the mean cost"
+        return f"blocks {', '.join(shares)} of the mean cost"
 
 
 def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stages: int, tensor: int = 1) -> StagePlan:
@@ -79,9 +79,11 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
     active = getattr(model.language.config, "num_experts_per_tok", None)
     weights = [matrix_weights(block, active=active) for block in blocks]
     tokens, pairs, labels, tiles = counts
-    of_block = [flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights]
+    of_block = [
+        flops.token * tokens * weight / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for weight in weights
+    ]
     # each of the `tensor` ranks computes 1 / tensor of a block's FLOPs, and all FLOPs of the vision tower
-    tower, loss = flops.tile * tiles * tensor, flops.label * labels
+    tower, loss = flops.vision * tiles * tensor, flops.label * labels
     parts = divide(of_block, tower, loss, stages)
     costs = [sum(of_block[number] for number in part) for part in parts]
     costs[0] += tower

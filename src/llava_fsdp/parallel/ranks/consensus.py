@@ -36,7 +36,7 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
         try:
             outcome[0] = action()
         except Exception as error:  # the other ranks wait for the broadcast below, so any error must reach it
-            outcome[1], cause = failure_of(error, failing), error
+            outcome[1], cause = class_and_message(error, failing), error
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
@@ -58,7 +58,7 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
     try:
         result = action()
     except Exception as error:
-        local_failure, cause = failure_of(error, failing), error
+        local_failure, cause = class_and_message(error, failing), error
     for rank, failure in enumerate(gathered(local_failure, group)):
         if failure is not None:
             kind, message = failure
@@ -85,7 +85,7 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
     return values or []
 
 
-def failure_of(error: Exception, failing: str) -> Failure:
+def class_and_message(error: Exception, failing: str) -> Failure:
     """Return the class and message of an error, which can be sent to the other ranks. An error that is not one of this
     package becomes a CheckpointError, whose message begins with `failing`."""
     if isinstance(error, LlavaFsdpError):

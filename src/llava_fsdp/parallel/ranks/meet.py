@@ -19,6 +19,8 @@ from llava_fsdp.runtime.text.log import log
 
 MET = "met"
 """Text that the last rank to come writes into the store. A rank that gives up writes its error message instead."""
+ARRIVED, VERDICT_READ = "come", "told"
+"""Keys in the store: numbers of the ranks that have reached it, and that have read from it whether the run begins."""
 POLL_SECONDS = 0.2
 """Seconds between two looks into the store, and between two attempts to reach it."""
 READERS_SECONDS = 3.0
@@ -133,17 +135,17 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
         CommunicationError: a rank has not come in time, two processes have the same rank, or ranks disagree about the
             number of ranks. Every rank that has come raises the same message.
     """
-    own = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
+    own_name = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
     try:
         # each returns what is stored then: the text of the process that was first
-        first = store.compare_set("size", "", f"{size} ranks says {own}").decode()
-        holder = store.compare_set(key_of(rank), "", own).decode()
+        first = store.compare_set("size", "", f"{size} ranks says {own_name}").decode()
+        holder = store.compare_set(key_of(rank), "", own_name).decode()
         if first.partition(" ")[0] != str(size):
-            differ = f"the ranks disagree about their number: {first}, {size} ranks says {own}"
+            differ = f"the ranks disagree about their number: {first}, {size} ranks says {own_name}"
             conclude(store, f"{rank} {differ}; {CURE}")
-        if holder != own:
-            conclude(store, f"{rank} two processes have the same rank: {holder} and {own}; give each its own RANK")
-        if store.add("come", 1) == size:  # this rank is the last one to come
+        if holder != own_name:
+            conclude(store, f"{rank} two processes have the same rank: {holder} and {own_name}; give each its own RANK")
+        if store.add(ARRIVED, 1) == size:  # this rank is the last one to come
             conclude(store, MET)
         told = time.monotonic()
         while not store.check(["verdict"]):
@@ -159,12 +161,12 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
             time.sleep(POLL_SECONDS)
         verdict = store.get("verdict").decode()
         if verdict != MET:
-            store.add("told", 1)
+            store.add(VERDICT_READ, 1)
             if rank == 0 and not uses_agent_store():
                 await_readers(store)  # the store ends with this process, and the others must read the verdict
     except RuntimeError as error:
         raise CommunicationError(
-            f"{own} has lost the store at {address()}, before all ranks had come: {first_line(error)}"
+            f"{own_name} has lost the store at {address()}, before all ranks had come: {first_line(error)}"
         ) from error
     if verdict != MET:
         culprit, _, text = verdict.partition(" ")
@@ -181,8 +183,8 @@ def await_readers(store: dist.Store) -> None:
     """Wait until all ranks that have reached the store have read from it why the run fails; at most READERS_SECONDS
     seconds. Rank 0, whose process holds the store, does this before it ends, or the others could not say why."""
     until = time.monotonic() + READERS_SECONDS
-    # adding 0 reads a counter: `told` counts the ranks that have read it, `come` those that have reached the store
-    while store.add("told", 0) < store.add("come", 0) and time.monotonic() < until:
+    # adding 0 reads a counter
+    while store.add(VERDICT_READ, 0) < store.add(ARRIVED, 0) and time.monotonic() < until:
         time.sleep(POLL_SECONDS / 4)
 
 

@@ -194,8 +194,8 @@ def check_own_gpus(store: dist.Store, world: World) -> None:
         ConfigError: two ranks have the same GPU; raised on every rank.
     """
     keys = [f"gpu of rank {rank}" for rank in range(world.size)]
-    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(world.device).uuid}"
-    store.set(keys[world.rank], own)
+    own_gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(world.device).uuid}"
+    store.set(keys[world.rank], own_gpu)
     first: dict[bytes, int] = {}
     for rank, gpu in enumerate(store.multi_get(keys)):
         other = first.setdefault(gpu, rank)

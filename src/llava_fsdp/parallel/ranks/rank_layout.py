@@ -152,8 +152,8 @@ def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[in
             f"parallel.expert={size} and {together}: neither is a multiple of the other; set parallel.expert to a "
             f"divisor or a multiple of {shards}"
         )
-    own = max(1, shards // size)
-    return replicas * shards // (own * size), own
+    shards_of_expert = max(1, shards // size)
+    return replicas * shards // (shards_of_expert * size), shards_of_expert
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:

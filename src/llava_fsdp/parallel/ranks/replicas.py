@@ -135,24 +135,26 @@ def checksums_of_rank(
         layouts.setdefault((tensor.device_mesh, tensor.placements), {})[name] = of_mesh[name]
     digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
     found = []
-    for own in layouts.values() or [{}]:
-        shard = shard_number(tensors[name] for name in own)
-        found.append(RankChecksums(shard, checksums(own), {} if found else checksums(everywhere) | digests))
+    for tensors_of_layout in layouts.values() or [{}]:
+        shard = shard_number(tensors[name] for name in tensors_of_layout)
+        found.append(
+            RankChecksums(shard, checksums(tensors_of_layout), {} if found else checksums(everywhere) | digests)
+        )
     return found
 
 
-def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
+def find_differences(of_rank: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
     """Compare checksums between ranks, and return the same list on every rank. Collective.
 
     Each rank first sends its shard number and a checksum of all its rows of sharded tensors, and one of all that must
     be equal on every rank. Only if these differ, each rank sends the checksum of every tensor. `gather`: takes this
     rank's list, and returns the lists of all ranks, concatenated in rank order."""
-    totals = gather([own.totals])
+    totals = gather([of_rank.totals])
     # ranks with the same shard number hold the same rows of sharded tensors
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
         if len({total for *_, total in totals}) == 1:
             return []
-    return compare(gather([own]))
+    return compare(gather([of_rank]))
 
 
 def compare(found: list[RankChecksums]) -> list[Difference]:

@@ -110,14 +110,14 @@ class Positions:
         """Return `whole` for layers that are divided by outputs: the ranks' gradients are parts, which are summed."""
         return with_summed_gradient(whole, self.mesh)
 
-    def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the hidden states of all positions, [rows, own positions, channels] -> [rows, positions, channels],
         and return them twice. The first tensor is for code that every rank runs alike: its gradient is taken as equal
         on all ranks. The second is for layers divided by outputs: the gradients of the ranks are summed."""
         # `self.length`: number of positions of all ranks, of the rows that the current block processes
-        shape = torch.Size((own.shape[0], self.length, own.shape[2]))
+        shape = torch.Size((part.shape[0], self.length, part.shape[2]))
         stride = torch.empty(shape, device="meta").stride()
-        parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
+        parts = DTensor.from_local(part, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
         whole = parts.redistribute(placements=[Replicate()])
         return awaited(whole.to_local()), awaited(whole.to_local(grad_placements=[Partial()]))
 
@@ -276,12 +276,12 @@ def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> Non
         """Sum the outputs over the ranks, keep this rank's positions, and add the bias to them."""
         assert output.ndim == 3, "the second dimension is divided, which must be the positions"
         parts = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-        own = awaited(parts.redistribute(placements=[Shard(1)]).to_local())
+        reduced = awaited(parts.redistribute(placements=[Shard(1)]).to_local())
         if not has_bias:
-            return own
+            return reduced
         bias = module._parameters["bias"]
         assert isinstance(bias, DTensor)
-        return own + bias.to_local(grad_placements=[Partial()])
+        return reduced + bias.to_local(grad_placements=[Partial()])
 
     def after(module: nn.Module, args: object, output: object) -> None:
         module.__dict__.pop("bias", None)
@@ -307,8 +307,8 @@ def cut_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
         return ((ids - begin).clamp(0, end - begin - 1),)
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        own = output.masked_fill(~here.pop()[..., None], 0)
-        return DTensor.from_local(own, mesh, [Partial()], run_check=False).full_tensor()
+        embedded = output.masked_fill(~here.pop()[..., None], 0)
+        return DTensor.from_local(embedded, mesh, [Partial()], run_check=False).full_tensor()
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
@@ -333,7 +333,7 @@ def reduction(mesh: DeviceMesh, operation: str) -> Callable[[torch.Tensor], torc
     """Return an all-reduce without gradients, `sum` or `max`. It holds only a name, so that the group can be freed."""
     name = mesh.get_group().group_name
 
-    def reduced(own: torch.Tensor) -> torch.Tensor:
-        return _functional_collectives.wait_tensor(_functional_collectives.all_reduce(own, operation, name))
+    def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        return _functional_collectives.wait_tensor(_functional_collectives.all_reduce(tensor, operation, name))
 
     return reduced

@@ -50,7 +50,7 @@ def tensor_plan(model: Architecture, size: int) -> dict[str, Cut]:
             found[prefix + name] = Cut.PARAMETER
         elif style is not Cut.OWNER:  # parameters of an OWNER are divided one by one, under their own names
             check_sizes(name, modules[name], style, size)
-            found |= {prefix + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
+            found |= {prefix + layer: cut for layer, cut in with_adapter(name, modules[name], style).items()}
     refuse_forgotten(language, prefix, found, size)
     # weights, such as those of norms, that a rank has whole but uses for its own positions alone
     found |= between_layers(language, prefix, found, size, mixtures)
@@ -92,14 +92,14 @@ def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
     """
     experts = set(find_experts(language).values())
     found = {}
-    for own, module in language.get_submodule(name).named_modules(prefix=name):
+    for inner_name, module in language.get_submodule(name).named_modules(prefix=name):
         if isinstance(module, SampleDropout):
             raise ConfigError(
-                f"parallel.tensor={size} with model.lora.dropout is not supported for adapters beside experts ({own}); "
-                "set model.lora.dropout=0, or parallel.tensor=1"
+                f"parallel.tensor={size} with model.lora.dropout is not supported for adapters beside experts "
+                f"({inner_name}); set model.lora.dropout=0, or parallel.tensor=1"
             )
         if module not in experts and list(module.parameters(recurse=False)):
-            found[own] = Cut.SUMMED
+            found[inner_name] = Cut.SUMMED
     return found
 
 
@@ -221,10 +221,10 @@ def between_layers(
     found = {}
     for block_name, block in language.named_modules():
         for name, module in block.named_modules(prefix=prefix + block_name) if block in blocks else ():
-            own = list(module.parameters(recurse=False))
-            if not own or is_inside(f"{name}.", [*parents, *(prefix + mixture for mixture in mixtures)]):
+            weights = list(module.parameters(recurse=False))
+            if not weights or is_inside(f"{name}.", [*parents, *(prefix + mixture for mixture in mixtures)]):
                 continue
-            if any(weight.dim() > 1 for weight in own):
+            if any(weight.dim() > 1 for weight in weights):
                 raise ConfigError(
                     f"parallel.tensor={size}: {name} has a matrix that transformers' plan does not mention. It would "
                     "get a part of each row's tokens, and it may mix tokens; set parallel.tensor=1"

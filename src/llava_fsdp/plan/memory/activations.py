@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
-from llava_fsdp.data.batching.batch import ForwardInputs
+from llava_fsdp.data.batching.batch import ForwardInputs, Segments
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
@@ -81,15 +81,15 @@ class PassSegment:
     backward: bool
     begin: Live
     end: Live
-    worst: Live
+    peak_with_fsdp: Live
     """Memory peak under FSDP. All gradients of the block's weights count, as FSDP reduces them when it ends."""
-    worst_first: Live
+    peak_in_first_micro_batch: Live
     """Memory peak without FSDP in the first micro-batch. Each gradient is at once cast to the master weight's dtype."""
-    worst_later: Live
+    peak_in_later_micro_batches: Live
     """Memory peak without FSDP in later micro-batches. Each gradient is added to that of the earlier ones."""
-    made: int
+    gradient_bytes: int
     """Bytes of all weight gradients that the segment produces, in the dtypes in which they are computed."""
-    made_masters: int
+    master_gradient_bytes: int
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
     def shifted(self, by: Live, block: str) -> "PassSegment":
@@ -97,7 +97,7 @@ class PassSegment:
         return replace(self, block=block, **{name: getattr(self, name) + by for name in LEVELS})
 
 
-LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
+LEVELS = ("begin", "end", "peak_with_fsdp", "peak_in_first_micro_batch", "peak_in_later_micro_batches")
 """Names of the fields of PassSegment that hold a Live."""
 
 
@@ -186,7 +186,7 @@ def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, pa
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
     if model.attends_by_mask:  # a whole model of transformers, which gets whole rows on every rank
         return share_whole_rows(model, kernel, plan, torch.clone, name)
-    share_attention(model.language, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
+    share_attention(model.language, kernel, plan, torch.clone, lambda keys: torch.cat([keys] * size), name)
 
 
 def blocks_to_measure(language: PretrainedConfig, unlike: int) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
             tokens = micro.tokens * micro.context
             each = tokens // micro.samples
             lengths = (*[each] * (micro.samples - 1), tokens - each * (micro.samples - 1))
-            segments = torch.zeros_like(ids), begins, lengths  # positions in samples, samples' boundaries, lengths
+            segments = Segments(torch.zeros_like(ids), begins, lengths)
         images = dict(model.empty_image_inputs(micro.tiles, micro.image_tokens, blends))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
         # of dropout: one for each token of a packed row, or for each padded row
@@ -312,11 +312,11 @@ class TraceReader:
         self.gradients = set(trace.gradients)
         self.weights = weights
         self.logits: set[int] = set()
-        self.making: dict[int, int] = {}
+        self.unfinished_gradients: dict[int, int] = {}
         """Storage number -> bytes of a gradient that the backward pass is still computing."""
         self.level = Live()
         self.backward = False
-        self.early: dict[int, int] = {}
+        self.forward_gradients: dict[int, int] = {}
         """Storage number -> bytes of the output layer's gradient, which the loss computes in the forward pass."""
         self.segments: list[PassSegment] = []
         self.open("")  # begins the segment before the first block
@@ -325,8 +325,9 @@ class TraceReader:
         """Begin the segment of `block` (empty for what is between blocks) with the bytes that exist now (`level`). The
         three peaks are with FSDP, and without it in the first and in later micro-batches."""
         self.block = block
-        self.begin = self.worst = self.worst_first = self.worst_later = self.level
-        self.made = self.made_masters = 0
+        self.begin = self.peak_with_fsdp = self.level
+        self.peak_in_first_micro_batch = self.peak_in_later_micro_batches = self.level
+        self.gradient_bytes = self.master_gradient_bytes = 0
         self.is_empty = True
 
     def close(self, next_block: str) -> None:
@@ -341,11 +342,11 @@ class TraceReader:
                     self.backward,
                     begin=self.begin,
                     end=self.level,
-                    worst=self.worst,
-                    worst_first=self.worst_first,
-                    worst_later=self.worst_later,
-                    made=self.made,
-                    made_masters=self.made_masters,
+                    peak_with_fsdp=self.peak_with_fsdp,
+                    peak_in_first_micro_batch=self.peak_in_first_micro_batch,
+                    peak_in_later_micro_batches=self.peak_in_later_micro_batches,
+                    gradient_bytes=self.gradient_bytes,
+                    master_gradient_bytes=self.master_gradient_bytes,
                 )
             )
         self.open(next_block)
@@ -357,48 +358,49 @@ class TraceReader:
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
-                self.making[event.storage] = event.change
+                self.unfinished_gradients[event.storage] = event.change
         elif event.storage in self.logits or (event.change > 0 and event.width == self.vocabulary):
             self.logits.add(event.storage)
             self.level += Live(logits=event.change)
         else:
             if event.storage in self.gradients:
-                self.early[event.storage] = event.change
+                self.forward_gradients[event.storage] = event.change
             self.level += Live(activations=event.change)
-        self.update_worst()
+        self.update_peaks()
 
     def finish_gradient(self, name: str) -> None:
-        """Count a parameter's gradient as complete: the segment has made it, in its own dtype under FSDP (`made`), cast
-        to the master weight's dtype without FSDP (`made_masters`)."""
+        """Count a parameter's gradient as complete: the segment has made it, in its own dtype under FSDP
+        (`gradient_bytes`), cast to the master weight's dtype without FSDP (`master_gradient_bytes`)."""
         number, weight = self.numbers[name], self.weights[name]
-        if number in self.early:
-            size = self.early.pop(number)
+        if number in self.forward_gradients:
+            size = self.forward_gradients.pop(number)
             self.level -= Live(activations=size)
-            self.making[number] = size
-        if number in self.making:  # the hook of a tied weight's gradient runs twice
+            self.unfinished_gradients[number] = size
+        if number in self.unfinished_gradients:  # the hook of a tied weight's gradient runs twice
             # an fp32 weight, or one in the dtype of the master weights, has no separate master weight
             is_own_master = weight.dtype in (torch.float32, self.master)
             size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize
-            self.update_worst(0 if is_own_master else size)
-            self.made += self.making.pop(number)
-            self.made_masters += size
+            self.update_peaks(0 if is_own_master else size)
+            self.gradient_bytes += self.unfinished_gradients.pop(number)
+            self.master_gradient_bytes += size
 
-    def update_worst(self, casting: int = 0) -> None:
+    def update_peaks(self, casting: int = 0) -> None:
         """Raise the segment's three memory peaks to the bytes that exist now, where these are more. They differ in
         which of the weight gradients that the segment has made still exist. `casting`: bytes of the copy of a gradient
         in the master weight's dtype, which exists only without FSDP."""
-        making = sum(self.making.values())  # bytes of gradients that are not complete yet
+        unfinished = sum(self.unfinished_gradients.values())
         # with FSDP, which reduces all gradients of a block when the block ends
-        self.worst = larger(self.worst, self.level, self.made + making)
+        self.peak_with_fsdp = larger(self.peak_with_fsdp, self.level, self.gradient_bytes + unfinished)
         # without FSDP, in the first micro-batch: each gradient is cast to the master weight's dtype
-        self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)
+        gradients = self.master_gradient_bytes + unfinished + casting
+        self.peak_in_first_micro_batch = larger(self.peak_in_first_micro_batch, self.level, gradients)
         # without FSDP, in later ones: each is at once added to that of the first, which is counted elsewhere
-        self.worst_later = larger(self.worst_later, self.level, making + casting)
+        self.peak_in_later_micro_batches = larger(self.peak_in_later_micro_batches, self.level, unfinished + casting)
 
 
-def larger(worst: Live, level: Live, gradients: int) -> Live:
-    """Return the one with more bytes: the peak `worst`, or `level` with these bytes of gradients."""
-    return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
+def larger(peak: Live, level: Live, gradients: int) -> Live:
+    """Return the one with more bytes: the one so far, `peak`, or `level` with these bytes of gradients."""
+    return max(peak, replace(level, gradients=gradients), key=lambda live: live.total)
 
 
 def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, master: torch.dtype) -> list[PassSegment]:
@@ -449,7 +451,7 @@ def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int,
         last = {f"{stack}.{measured - 1}": f"{stack}.{depth - 1}"}
         deep += [s.shifted(shift, last.get(s.block, s.block)) for s in one_pass[:begin]]
         for number in reversed(added) if backward else added:
-            names = {f"{stack}.{own}": f"{stack}.{own + number}" for own in range(first, measured - 1)}
+            names = {f"{stack}.{block}": f"{stack}.{block + number}" for block in range(first, measured - 1)}
             deep += [s.shifted(shift, names.get(s.block, s.block)) for s in one_pass[begin:end]]
             shift += growth
         shift -= growth  # one of the repetitions is the measured one itself

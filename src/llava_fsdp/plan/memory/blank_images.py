@@ -20,7 +20,7 @@ from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from llava_fsdp.config import Config, Part
-from llava_fsdp.data.batching.batch import ForwardInputs
+from llava_fsdp.data.batching.batch import ForwardInputs, Segments
 from llava_fsdp.data.images.image_tokens import PHOTO, ImageTokens
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import Flops
@@ -97,10 +97,10 @@ class BlankImages:
         return True
 
     def count_tiles(self, size: Size | None, images: int) -> int:
-        return self.work(size).tokens
+        return self.vision_work(size).tokens
 
     def of(self, size: Size | None, images: int) -> range:
-        return range(self.work(size).tokens)
+        return range(self.vision_work(size).tokens)
 
     def pixels(self, size: Size, count: int) -> dict[str, torch.Tensor]:
         """Return the inputs of `count` images of one size in one sample, by the image processor's names, on the CPU."""
@@ -112,7 +112,7 @@ class BlankImages:
             if isinstance(values, torch.Tensor)
         }
 
-    def work(self, size: Size | None = None) -> VisionWork:
+    def vision_work(self, size: Size | None = None) -> VisionWork:
         """Return the tokens, FLOPs and input bytes of an image of this size in the vision part; None: of the size
         `photo`. Raises ModelError if the model's class does not say how many tokens it makes."""
         size = size or self.photo
@@ -126,7 +126,7 @@ class BlankImages:
         model = self.model
         takes = inspect.signature(model.base.get_image_features).parameters
         given = {name: model.cast(value) for name, value in pixels.items() if name in takes}
-        weights = [own for own in model.parameters() if own.requires_grad]
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
         counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
         # weights are on the meta device, and inputs have values on the CPU, from which shapes follow
         with KnownValues(), FusedKernels(), counter:
@@ -135,9 +135,9 @@ class BlankImages:
             forward = counter.get_total_flops()
             # beside the features of tokens, DeepStack makes some for the first blocks of the language model
             leaves = tree_leaves([groups, getattr(made, "deepstack_features", None)])
-            trained = [own for own in leaves if isinstance(own, torch.Tensor) and own.requires_grad]
+            trained = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if trained:
-                torch.autograd.grad(trained, weights, [torch.ones_like(own) for own in trained], allow_unused=True)
+                torch.autograd.grad(trained, weights, [torch.ones_like(leaf) for leaf in trained], allow_unused=True)
         return VisionWork(
             sum(math.prod(tensor.shape[:-1]) for tensor in groups[0]),
             counter.get_total_flops(),
@@ -148,16 +148,16 @@ class BlankImages:
     def with_images(self, flops: Flops, recomputes: bool) -> Flops:
         """Return `flops` with the vision part's FLOPs per image token in the field `tile`, measured with an image of
         the size `photo`; they depend on the size. `recomputes`: activations are recomputed in the backward pass."""
-        work = self.work()
-        return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
+        work = self.vision_work()
+        return flops._replace(vision=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def images_of(self, tokens: int) -> tuple[int, Size]:
         """Return (number, size in pixels) of equal images that have about `tokens` tokens together. The size has the
         proportions of `photo`, and the number brings it nearest to `photo`. A size almost equal to `photo` is replaced
         by it, so that it is measured only once."""
-        # `work()` measures an image of the size `photo`
-        count = round(tokens / self.work().tokens) or int(tokens > 0)
-        ratio = math.sqrt(tokens / (count * self.work().tokens)) if count else 1.0
+        # `vision_work()` measures an image of the size `photo`
+        count = round(tokens / self.vision_work().tokens) or int(tokens > 0)
+        ratio = math.sqrt(tokens / (count * self.vision_work().tokens)) if count else 1.0
         width, height = self.photo
         size = (max(1, round(width * ratio)), max(1, round(height * ratio)))
         return count, self.photo if abs(ratio - 1) < SAME else size
@@ -168,14 +168,14 @@ class BlankImages:
         axes. Each label has two: its position and its token id."""
         row = micro.whole_rows
         count, size = self.images_of(row.image_tokens)
-        return count * self.work(size).nbytes + 8 * (5 * row.tokens + 2 * micro.labels)
+        return count * self.vision_work(size).nbytes + 8 * (5 * row.tokens + 2 * micro.labels)
 
     def inputs_of(self, micro: MicroBatchSizes, packed: bool) -> ForwardInputs:
         """Make the arguments of the model's forward pass, which gets whole rows. Those from which shapes follow are on
         the CPU, with values: pixels, token ids with images first, boundaries of samples. Others are on `meta`."""
         micro = micro.whole_rows
         count, size = self.images_of(micro.image_tokens)
-        each = self.work(size).tokens
+        each = self.vision_work(size).tokens
         rows, length = micro.rows, micro.length
         count = min(count, rows * ((length - 1) // (each + 1)))  # as many as fit
         image_id = image_token(self.model.base.config)
@@ -194,8 +194,8 @@ class BlankImages:
             each_sample = micro.tokens // micro.samples
             lengths = (*[each_sample] * (micro.samples - 1), micro.tokens - each_sample * (micro.samples - 1))
             begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-            # (position of each token in its sample, cumulative lengths, lengths)
-            segments = torch.cat([torch.arange(own) for own in lengths])[None], begins, lengths
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            segments = Segments(positions, begins, lengths)
         with META:
             labels = torch.zeros(micro.labels, dtype=torch.int64)
             # of dropout: one for each token of a packed row, or for each padded row
@@ -249,7 +249,7 @@ def features_of(made: Any) -> list[list[torch.Tensor]]:
     the features of image tokens. There is one list for each block of the language model that gets features of all image
     tokens (DeepStack, as in Granite 4 Vision); else there is one list. Raise ModelError if there are no features."""
     fields = ("pooler_output", "last_hidden_state")
-    features = next((own for name in fields if (own := getattr(made, name, None)) is not None), None)
+    features = next((field for name in fields if (field := getattr(made, name, None)) is not None), None)
     groups = getattr(made, "deepstack_features", None) or [] if features is None else [features]
     found = [[leaf for leaf in tree_leaves(group) if isinstance(leaf, torch.Tensor)] for group in groups]
     if not any(found):

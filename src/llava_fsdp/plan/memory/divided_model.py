@@ -25,9 +25,9 @@ def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
     plan = tensor_plan(model, size)
     whole = {name: Weight(tuple(p.shape), p.requires_grad, False, False) for name, p in model.named_parameters()}
     # only `shape` and `trainable` of these Weight objects are used here
-    own = divided_weights(whole, plan, size, 0)
+    divided = divided_weights(whole, plan, size, 0)
     tied = model.is_tied
-    for name, weight in own.items():
+    for name, weight in divided.items():
         if weight.shape != whole[name].shape:
             parent, _, leaf = name.rpartition(".")
             part = torch.empty(weight.shape, dtype=model.get_parameter(name).dtype, device="meta")
@@ -103,26 +103,26 @@ class AllPositions(torch.autograd.Function):
         return take(grad_outputs[0], ctx.own, ctx.is_sum), None, None
 
 
-def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
-    """Return the first `own` positions of `whole`, [rows, positions, channels], in new memory, as the rank that has
+def take(whole: torch.Tensor, size: int, is_sum: bool) -> torch.Tensor:
+    """Return the first `size` positions of `whole`, [rows, positions, channels], in new memory, as the rank that has
     them would hold them. `is_sum`: whether they result from a reduce-scatter, which sums over ranks, and first copies
     the whole tensor in the order of the ranks."""
     copy = torch.empty_like(whole) if is_sum else None
-    taken = whole[:, :own].clone()
+    taken = whole[:, :size].clone()
     del copy
     return taken
 
 
-def allocate_gathered(own: torch.Tensor, length: int) -> torch.Tensor:
+def allocate_gathered(part: torch.Tensor, length: int) -> torch.Tensor:
     """Allocate what an all-gather of positions allocates, so that its memory is counted, and copy nothing: a real one
     gathers into a buffer in the order of ranks, and copies this into a second one in the order of rows. Return the
     second, [rows, length, width], without values.
 
     Args:
-        own: this rank's positions, [rows, own positions, width].
+        part: this rank's positions, [rows, own positions, width].
         length: number of positions of all ranks.
     """
-    gathered = own.new_empty(own.shape[0], length, own.shape[2])
+    gathered = part.new_empty(part.shape[0], length, part.shape[2])
     in_rows = torch.empty_like(gathered)
     del gathered
     return in_rows

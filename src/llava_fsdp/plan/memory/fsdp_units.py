@@ -33,9 +33,9 @@ class Unit:
     replicas together with it."""
     shard_gradients: int
     """Gradients of this rank's shards; 0 if they are offloaded."""
-    widened: tuple[int, ...]
+    kept_gradients: tuple[int, ...]
     """Each weight's unsharded gradient in the reduction dtype, as it is kept for a later micro-batch."""
-    narrow: tuple[int, ...]
+    backward_gradients: tuple[int, ...]
     """Each weight's unsharded gradient in the dtype in which the backward pass produces it."""
     second_copy: int
     """Weights that are sharded along dimension 1 (by columns). An all-gather makes one more copy of them, with the
@@ -49,7 +49,7 @@ def units_of(
     plan: ShardPlan,
     precision: PrecisionConfig,
     shards: int,
-    is_away: bool = False,
+    offloads_gradients: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
     """Return the FSDP units of these weights, by name, with the bytes that each needs. Frozen weights are in a unit
@@ -57,24 +57,32 @@ def units_of(
 
     Args:
         shards: number of ranks that the weights are sharded over.
-        is_away: whether the gradients of this rank's shards are offloaded.
+        offloads_gradients: whether the gradients of this rank's shards are offloaded.
         passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
     """
     members: dict[str, list[Weight]] = {}
     for weight in weights:
         if weight.trainable or (plan.shards_frozen and not weight.whole):
             members.setdefault(weight.fsdp_unit, []).append(weight)
-    return {name: unit_of(name, group, precision, shards, is_away, passes_through) for name, group in members.items()}
+    return {
+        name: unit_of(name, group, precision, shards, offloads_gradients, passes_through)
+        for name, group in members.items()
+    }
 
 
 def unit_of(
-    name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
+    name: str,
+    weights: list[Weight],
+    precision: PrecisionConfig,
+    shards: int,
+    offloads_gradients: bool,
+    passes_through: bool,
 ) -> Unit:
     """Return the bytes of an FSDP unit with these weights, all of which have the same sharding.
 
     Args:
         shards: number of ranks that the weights are sharded over.
-        is_away: whether the gradients of this rank's shards are offloaded.
+        offloads_gradients: whether the gradients of this rank's shards are offloaded.
         passes_through: whether offloaded shards are copied to the device before an all-gather.
     """
     trainable = [w for w in weights if w.trainable]
@@ -83,22 +91,22 @@ def unit_of(
     part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
     kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
-    own = weights[0].own_shards(shards)  # ranks over which FSDP shards the unit: the same for all its weights
+    fsdp_ranks = weights[0].own_shards(shards)  # ranks over which FSDP shards the unit: the same for all its weights
     return Unit(
         name,
-        gathered=part * own,
+        gathered=part * fsdp_ranks,
         # the flat output of the all-gather, until it is copied into the weights
-        buffer=0 if own == 1 else part * own,
+        buffer=0 if fsdp_ranks == 1 else part * fsdp_ranks,
         cast=cast_bytes(weights, precision, shards, passes_through),
-        reduce_input=reduced * own,
+        reduce_input=reduced * fsdp_ranks,
         # with the copy that FSDP2 makes of it if weights are not sharded, and with a copy in the dtype of the master
         # weights, if that is another one
-        reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
+        reduce_output=reduced * (2 if fsdp_ranks == 1 else 1) + (0 if kept == reduced else kept),
         waiting_output=reduced,
-        shard_gradients=0 if is_away else kept,
+        shard_gradients=0 if offloads_gradients else kept,
         # for each trainable weight, its unsharded gradient in the dtype of the reduction, and as backward makes it
-        widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
-        narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
+        kept_gradients=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
+        backward_gradients=tuple(w.item_size(precision) * w.gathered for w in trainable),
         # FSDP makes one more copy of a weight that is sharded by columns (dimension 1), and of its gradient
         second_copy=sum(w.gathered * w.gathered_size(precision) for w in weights if w.dimension(shards) == 1),
         is_copied=tuple(w.dimension(shards) == 1 for w in trainable),

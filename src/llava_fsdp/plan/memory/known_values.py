@@ -100,4 +100,4 @@ def on_meta(value: Any) -> Any:
     """Replace a CPU tensor, or those in a list, by meta tensors of the same shapes and strides."""
     if isinstance(value, torch.Tensor):
         return value if value.is_meta else value.to(META)
-    return [on_meta(own) for own in value] if isinstance(value, list | tuple) else value
+    return [on_meta(item) for item in value] if isinstance(value, list | tuple) else value

@@ -67,10 +67,10 @@ class LiveBytes(CompilingMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
+                self.record_storage(tensor)
         return made
 
-    def see(self, tensor: torch.Tensor) -> int | None:
+    def record_storage(self, tensor: torch.Tensor) -> int | None:
         """Return the storage's id in the trace; None if it existed before. A new storage is recorded as allocated."""
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -103,8 +103,8 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return gradients without values, which only allocate memory; None for an input that needs none."""
         return tuple(
-            own.new_empty(own.shape) if needed else None
-            for own, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+            tensor.new_empty(tensor.shape) if needed else None
+            for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         )
 
 
@@ -172,7 +172,7 @@ def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterat
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            number = live.see(parameter.grad)  # of its storage
+            number = live.record_storage(parameter.grad)  # of its storage
             assert number is not None
             trace.gradients[number] = name
             trace.mark(f"gradient {name}")

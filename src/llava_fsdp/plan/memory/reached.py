@@ -25,12 +25,12 @@ def freeze_unreached(images: BlankImages, precision: PrecisionConfig) -> None:
     large image do not depend on them. A plan then counts no memory for their gradients and moments. A training finds
     them with a small image, and a video if its dataset has some. `images` makes inputs with blank images."""
     model, large = images.model, replace(images, photo=LARGE)
-    each = large.work().tokens  # tokens of the image; each counts as one tile
+    each = large.vision_work().tokens  # tokens of the image; each counts as one tile
     # one token of text before the image, and one behind it that is the label
     sizes = MicroBatchSizes(1, each + 2, samples=1, tiles=each, labels=1, image_tokens=each)
     inputs = large.inputs_of(sizes, packed=False)
     used = reached(model, inputs["input_ids"], dict(inputs["images"]), precision)
-    model.unused = frozenset(name for name, own in model.named_parameters() if own.requires_grad) - used
+    model.unused = frozenset(name for name, weight in model.named_parameters() if weight.requires_grad) - used
     model.freeze()
 
 
@@ -55,7 +55,7 @@ def reached(
     if precision.norm_dtype is not precision.param_dtype:
         mixed = replace(precision, param_dtype=DType.bf16, norm_dtype=DType.fp32)
         kept = norm_weights(model, mixed)
-        weights |= {name: own for name, own in model.named_parameters() if own in kept}
+        weights |= {name: weight for name, weight in model.named_parameters() if weight in kept}
         hooks = compute_norms_in_fp32(model, mixed)
     try:
         with torch.enable_grad(), KnownValues():  # which computes positions and masks, with values, on the CPU
@@ -67,7 +67,7 @@ def reached(
         model.use_attention(attention)
         model.train(was_training)
     leaves = set(leaves_of(logits))
-    return {name for name, own in model.named_parameters() if own in leaves}
+    return {name for name, weight in model.named_parameters() if weight in leaves}
 
 
 def leaves_of(output: torch.Tensor) -> Iterable[nn.Parameter]:
@@ -78,6 +78,6 @@ def leaves_of(output: torch.Tensor) -> Iterable[nn.Parameter]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(own := getattr(node, "variable", None), nn.Parameter):
-            yield own
+        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+            yield variable
         left += [following for following, _ in node.next_functions]

@@ -97,12 +97,12 @@ def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
         states.begin_pass(ledger, number)
         for segment in segments:
             # the peak of activations and new gradients: later micro-batches add theirs to those that exist
-            worst = segment.worst_later if number else segment.worst_first
-            ledger.set_live(worst)
-            ledger.note_peak(describe(segment), gradients=worst.gradients)
+            peak = segment.peak_in_later_micro_batches if number else segment.peak_in_first_micro_batch
+            ledger.set_live(peak)
+            ledger.note_peak(describe(segment), gradients=peak.gradients)
             ledger.set_live(segment.end)
             if number == 0:
-                ledger.held["gradients"] += segment.made_masters  # in the dtypes of the master weights
+                ledger.held["gradients"] += segment.master_gradient_bytes  # in the dtypes of the master weights
     ledger.finish(states)
     return ledger
 
@@ -168,7 +168,7 @@ class FsdpRank:
         replicas."""
         self.root_made = 0
         """Bytes of the existing gradients of the root unit, which FSDP reduces last."""
-        self.under_way = Live()
+        self.kept_by_other_micro_batches = Live()
         """In a pipeline, what other micro-batches keep for their backward passes; it is held while a segment runs."""
 
     def run_micro_batch(self, segments: Sequence[PassSegment], is_last: bool) -> None:
@@ -226,10 +226,10 @@ class FsdpRank:
             if unit not in blocks:  # the output layer, or what is between the blocks, whose weights the root unit has
                 self.run(segment)
                 if segment.block == OUTPUT and OUTPUT in self.units:
-                    made = 0 if self.adds_in_place(OUTPUT) else segment.made
-                    self.finish(OUTPUT, made, is_last, describe(segment))
+                    made = 0 if self.adds_in_place(OUTPUT) else segment.gradient_bytes
+                    self.finish_unit(OUTPUT, made, is_last, describe(segment))
                     continue
-                made = 0 if self.adds_in_place(ROOT) else segment.made
+                made = 0 if self.adds_in_place(ROOT) else segment.gradient_bytes
                 self.root_made += made
                 self.ledger.add(describe(segment), reducing=made)
                 continue
@@ -239,33 +239,35 @@ class FsdpRank:
                 for ahead in following(order, unit, self.prefetch_backward):
                     self.prefetch(ahead)
             of_experts = self.run_with_experts(segment, is_last)
-            made = 0 if self.adds_in_place(unit) else segment.made - of_experts
+            made = 0 if self.adds_in_place(unit) else segment.gradient_bytes - of_experts
             # a unit of several blocks holds the gradients of those that have run until its last block has run
             if blocks[unit][-1] != segment.block:
                 made_before += made
                 self.ledger.add(describe(segment), reducing=made)
                 continue
-            self.ledger.drop(reducing=made_before)  # `finish` adds it again
-            self.finish(unit, made_before + made, is_last, describe(segment))
+            self.ledger.drop(reducing=made_before)  # `finish_unit` adds it again
+            self.finish_unit(unit, made_before + made, is_last, describe(segment))
             made_before = 0
-        self.finish(NORMS, 0, is_last, "end of backward")  # 0: the blocks' `made` has its gradients
-        self.ledger.drop(reducing=self.root_made)  # `finish` adds it again
-        self.finish(ROOT, self.root_made, is_last, "end of backward")
+        self.finish_unit(NORMS, 0, is_last, "end of backward")  # 0: the blocks' `gradient_bytes` have its gradients
+        self.ledger.drop(reducing=self.root_made)  # `finish_unit` adds it again
+        self.finish_unit(ROOT, self.root_made, is_last, "end of backward")
         self.ledger.drop(reducing=self.reduce_input)
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
 
     def run_with_experts(self, segment: PassSegment, is_last: bool) -> int:
         """Run one block backward, with the FSDP unit of its experts if it has one. Return the bytes of the experts'
-        gradients, which are among `segment.made` and must not be counted for the block's own unit again."""
+        gradients, which are among `segment.gradient_bytes` and must not be counted for the block's own unit again."""
         experts = self.experts(segment)
         for name in experts:
             self.prefetch(name)  # the all-gather's buffer; `copy_out` makes the weights of it
             self.copy_out(name, describe(segment))
         self.run(segment)
-        made = {name: sum(self.units[name].narrow) for name in experts}  # gradients in the backward pass's dtype
-        for name, size in made.items():  # `finish` reduces them
-            self.finish(name, 0 if self.adds_in_place(name) else size, is_last, describe(segment))
+        made = {
+            name: sum(self.units[name].backward_gradients) for name in experts
+        }  # gradients in the backward pass's dtype
+        for name, size in made.items():  # `finish_unit` reduces them
+            self.finish_unit(name, 0 if self.adds_in_place(name) else size, is_last, describe(segment))
         return sum(made.values())
 
     def experts(self, segment: PassSegment) -> list[str]:
@@ -288,16 +290,15 @@ class FsdpRank:
         except its gradients: the caller adds them to the ledger."""
         unit = OUTPUT if segment.block == OUTPUT else self.unit_names.get(segment.block, ROOT)
         # autograd adds gradients in place if earlier ones wait in the same dtype: then no new ones are held
-        worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
-        # `under_way`: in a pipeline, what other micro-batches keep for their backward passes
-        self.ledger.set_live(worst + self.under_way)
-        self.ledger.note_peak(describe(segment), reducing=worst.gradients)
-        self.ledger.set_live(segment.end + self.under_way)
+        peak = segment.peak_in_later_micro_batches if self.adds_in_place(unit) else segment.peak_with_fsdp
+        self.ledger.set_live(peak + self.kept_by_other_micro_batches)
+        self.ledger.note_peak(describe(segment), reducing=peak.gradients)
+        self.ledger.set_live(segment.end + self.kept_by_other_micro_batches)
 
     def adds_in_place(self, name: str) -> bool:
         """Return whether autograd adds a unit's gradients in place to those of earlier micro-batches, so that they take
         no more memory: earlier ones wait, and the dtype in which they wait is that of the backward pass."""
-        return name in self.waiting and self.units[name].widened == self.units[name].narrow
+        return name in self.waiting and self.units[name].kept_gradients == self.units[name].backward_gradients
 
     def gather(self, name: str, moment: str) -> None:
         """All-gather a unit's weights in the forward pass. FSDP frees the buffer of an all-gather only when the next
@@ -344,7 +345,7 @@ class FsdpRank:
             self.gathered.remove(name)
             self.ledger.drop(gathered=self.units[name].gathered)
 
-    def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
+    def finish_unit(self, name: str, made: int, is_last: bool, moment: str) -> None:
         """Simulate the memory of the gradients of an FSDP unit (weights that are gathered and reduced together) from
         the end of its backward pass on: they are reduced over the ranks, or kept whole for a later micro-batch.
 
@@ -364,12 +365,12 @@ class FsdpRank:
         if is_last or self.plan.reshard_every_micro_batch:
             self.free(name)
         if not reduces:
-            self.widen(name, added, moment)  # they wait in the reduction dtype
+            self.keep_gradients(name, added, moment)  # they wait in the reduction dtype
             return
         self.ledger.drop(reducing=self.reduce_input)  # that of the unit before, which FSDP holds until now
         self.reduce_input = unit.reduce_input
         # bytes of each weight's gradient: in the reduction dtype if it has waited, else as the backward pass made it
-        sizes = unit.widened if name in self.waiting else unit.narrow
+        sizes = unit.kept_gradients if name in self.waiting else unit.backward_gradients
         # `foreach_reduce` replaces gradients of weights sharded along dimension 1 by copies, one after the other
         copied = [size for size, is_copied in zip(sizes, unit.is_copied, strict=True) if is_copied] or [0]
         self.ledger.note_peak(moment, reducing=max(copied))
@@ -386,7 +387,7 @@ class FsdpRank:
         self.shards[name] = unit.waiting_output if waits else unit.shard_gradients
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
-    def widen(self, name: str, added: int, moment: str) -> None:
+    def keep_gradients(self, name: str, added: int, moment: str) -> None:
         """Count the memory of a unit's gradients that wait, unreduced, for the step's last micro-batch. FSDP casts
         those of the first one to the reduction dtype, one weight at a time, and adds those of later ones to them.
         `added`: bytes of this micro-batch's gradients in the dtype of the backward pass, which the ledger holds."""
@@ -395,10 +396,10 @@ class FsdpRank:
             self.ledger.drop(reducing=added)
             return
         held = 0  # by how much the gradients that have been cast have grown
-        for wide, narrow in zip(unit.widened, unit.narrow, strict=True):
-            self.ledger.note_peak(moment, reducing=held + wide)
-            held += wide - narrow
-        self.waiting[name] = sum(unit.widened)
+        for kept, made in zip(unit.kept_gradients, unit.backward_gradients, strict=True):
+            self.ledger.note_peak(moment, reducing=held + kept)
+            held += kept - made
+        self.waiting[name] = sum(unit.kept_gradients)
         self.ledger.held["reducing"] += self.waiting[name] - added
 
 

@@ -61,8 +61,8 @@ def weights_of_groups(
 
 
 def segments_of_stage(
-    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int,
-    takes_own: bool,
+    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int,
+    local_hidden_bytes: int, keeps_local_input: bool,
 ) -> StageSegments:  # fmt: skip
     """Return the segments that a stage of a pipeline runs of a micro-batch's passes. Their bytes are those of the rank
     that has the stage: its tensors, and the hidden states that it has received from the stage before.
@@ -72,10 +72,10 @@ def segments_of_stage(
         stack: name of the list of the language model's blocks.
         blocks: numbers of the stage's blocks.
         hidden: bytes of the hidden states that stages send to each other.
-        own: bytes of the hidden states that this rank has between two blocks: with `parallel.tensor` only a part of the
-            positions, else as many as `hidden`.
-        takes_own: whether the stage's first block keeps for the backward pass, beside what the stage received, also
-            this rank's positions of it.
+        local_hidden_bytes: bytes of the hidden states that this rank has between two blocks: with `parallel.tensor`
+            only a part of the positions, else as many as `hidden`.
+        keeps_local_input: whether the stage's first block keeps for the backward pass, beside what the stage received,
+            also this rank's positions of it.
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
@@ -89,14 +89,18 @@ def segments_of_stage(
     backward = cut(True, "" if is_last else last, "" if is_first else first)
     # before its first block, a stage holds the hidden states that it received, and not what earlier stages keep
     before = forward[0].begin
-    shift = Live() if is_first else Live(hidden + own * takes_own - before.activations, -before.logits)
+    shift = (
+        Live()
+        if is_first
+        else Live(hidden + local_hidden_bytes * keeps_local_input - before.activations, -before.logits)
+    )
     kept = Live() if is_last else Live(activations=hidden)  # a stage keeps its output until its backward pass ends
     # the stage's last block returns all positions, and its backward pass begins with the gradient of all
-    more = Live() if is_last else Live(activations=hidden - own)
+    extra_output = Live() if is_last else Live(activations=hidden - local_hidden_bytes)
     return StageSegments(
         tuple(s.shifted(shift, s.block) for s in forward),
-        tuple(s.shifted(shift + kept + (more if s.block == last else Live()), s.block) for s in backward),
-        more,
+        tuple(s.shifted(shift + kept + (extra_output if s.block == last else Live()), s.block) for s in backward),
+        extra_output,
         # what the stage sends to others: its output, and the gradient of its input
         (kept, Live() if is_first else Live(activations=hidden)),
     )
@@ -132,11 +136,13 @@ def simulate_pipeline(
             under_way += segments.kept
         else:
             left[one.stage] -= 1
-            rank.under_way -= segments.kept  # the segments of the backward pass count these bytes themselves
+            rank.kept_by_other_micro_batches -= (
+                segments.kept
+            )  # the segments of the backward pass count these bytes themselves
             rank.run_backward(segments.backward, is_last=not left[one.stage])
             under_way -= segments.kept
-        rank.under_way = under_way + kept
-        ledger.set_live(rank.under_way)
+        rank.kept_by_other_micro_batches = under_way + kept
+        ledger.set_live(rank.kept_by_other_micro_batches)
     ledger.finish(states)
     return ledger
 

@@ -32,7 +32,7 @@ from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
-from llava_fsdp.plan.search.layouts import Searcher, Ways
+from llava_fsdp.plan.search.layouts import LayoutChoices, Searcher
 from llava_fsdp.plan.search.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.time.hardware import Machine, this_machine
 from llava_fsdp.plan.workload import Samples
@@ -101,7 +101,7 @@ class Decision:
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
-        values += chosen_kinds(cfg.parallel, self.parallel)
+        values += chosen_overrides(cfg.parallel, self.parallel)
         if has_auto_checkpointing(cfg):
             values.append(f"activation_checkpointing={self.activation_checkpointing.mode.value}")
         if cfg.plans_tokens:
@@ -109,7 +109,7 @@ class Decision:
         return f"auto: {', '.join(values)}: {self.reason}"
 
 
-def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
+def chosen_overrides(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
     """Return command-line overrides, with the values in `chosen`, of the keys that are auto or searched in `before`."""
     searched = ["tensor", "expert", "pipeline"] * before.search
     keys = [*["context"] * (before.search or before.context == AUTO), *searched]
@@ -272,7 +272,7 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     return plan_rows(planner, ways.choices, ways.ranks, ways.splits, lambda what, count: watch(f"auto: {what}", count))
 
 
-def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
+def ways_for(planner: Planner, cfg: Config, world: World) -> LayoutChoices:
     """Return the combinations of strategy, activation checkpointing and size of micro-batches that the `auto` keys
     leave open, with the layout of ranks and the offload that `cfg` sets."""
     # ranks of a node that have the same part of each layer; ranks that divide one copy of the model among them
@@ -295,7 +295,7 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
     if cfg.plans_tokens:
         most = cfg.micro_batch_size * cfg.data.sample_tokens
         splits = [split for split in splits if split[0].tokens * split[0].context <= most] or splits[-1:]
-    return Ways(planner, choices, ranks, splits)
+    return LayoutChoices(planner, choices, ranks, splits)
 
 
 def recorded_decision(cfg: Config) -> Decision | None:
@@ -327,20 +327,23 @@ def recorded_decision(cfg: Config) -> Decision | None:
         return None  # resuming reports a damaged file
 
 
-def recorded_kinds(own: ParallelConfig, tree: DictConfig) -> ParallelConfig | None:
-    """Return `own` with the keys that the planner chooses (those that are `auto` or searched) set as in `tree`, the
-    content of a config.yaml; None if a value in it is wrong."""
+def recorded_kinds(parallel: ParallelConfig, tree: DictConfig) -> ParallelConfig | None:
+    """Return `parallel` with the keys that the planner chooses (those that are `auto` or searched) set as in `tree`,
+    the content of a config.yaml; None if a value in it is wrong."""
     chosen: dict[str, Any] = {"search": False}
     for key, is_chosen in {
-        "context": own.search or own.context == AUTO, "tensor": own.search, "expert": own.search, "pipeline": own.search
-    }.items():  # fmt: skip
+        "context": parallel.search or parallel.context == AUTO,
+        "tensor": parallel.search,
+        "expert": parallel.search,
+        "pipeline": parallel.search,
+    }.items():
         if is_chosen:
             chosen[key] = OmegaConf.select(tree, f"parallel.{key}") or 1
             if not isinstance(chosen[key], int):
                 return None
-    if own.search:
+    if parallel.search:
         chosen["schedule"] = PipelineSchedule[OmegaConf.select(tree, "parallel.schedule") or "1f1b"]
-    return replace(own, **chosen)
+    return replace(parallel, **chosen)
 
 
 def has_auto_checkpointing(cfg: Config) -> bool:

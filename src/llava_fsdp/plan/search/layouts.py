@@ -31,7 +31,7 @@ more exact. Among these, the one with the fewest kinds of parallelism is chosen.
 
 
 @dataclass(frozen=True)
-class Ways:
+class LayoutChoices:
     """The ways to train with one layout of ranks."""
 
     planner: Planner
@@ -87,7 +87,7 @@ class Searcher(Generic[C]):
 
     planner_of: Callable[[C], Planner]
     """Called until it succeeds once."""
-    ways_of: Callable[[Planner, C], Ways]
+    ways_of: Callable[[Planner, C], LayoutChoices]
     """Returns the ways to train with a planner's layout."""
     show: Watch = watch
     """Shows how many layouts, and how many of the fastest ways that fit, have been found."""
@@ -124,7 +124,7 @@ class Searcher(Generic[C]):
 def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
     """Return a configuration for each layout of ranks that the configuration's checks accept. A layout gives each kind
     of parallelism (pipeline, tensor, expert, context) a number of ranks. A number above 1 in `cfg` is kept."""
-    own = cfg.parallel
+    configured = cfg.parallel
 
     # numbers of ranks to try for a kind of parallelism: the configured one, or all that divide `most`
     def sizes(key: str, size: int, most: int) -> list[int]:
@@ -139,17 +139,23 @@ def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
 
     found = []
     for pipeline, tensor, expert, shared, schedule in itertools.product(
-        sizes("pipeline", own.pipeline, world_size),
-        sizes("tensor", own.tensor, node_size),
-        sizes("expert", own.expert, world_size),
-        sizes("context", own.num_context, world_size) if cfg.can_share_rows else [own.num_context],
-        dict.fromkeys((own.schedule, *PipelineSchedule)) if own.pipeline == 1 else (own.schedule,),
+        sizes("pipeline", configured.pipeline, world_size),
+        sizes("tensor", configured.tensor, node_size),
+        sizes("expert", configured.expert, world_size),
+        sizes("context", configured.num_context, world_size) if cfg.can_share_rows else [configured.num_context],
+        dict.fromkeys((configured.schedule, *PipelineSchedule)) if configured.pipeline == 1 else (configured.schedule,),
     ):
         if pipeline == 1 and schedule is PipelineSchedule.interleaved:
             continue
         try:
             parallel = replace(
-                own, pipeline=pipeline, tensor=tensor, expert=expert, context=shared, schedule=schedule, search=False
+                configured,
+                pipeline=pipeline,
+                tensor=tensor,
+                expert=expert,
+                context=shared,
+                schedule=schedule,
+                search=False,
             )
             parallel.check_divides(world_size)
             tried = replace(cfg, parallel=parallel)
@@ -165,7 +171,7 @@ class Candidate:
     """A layout of ranks with a strategy, mode of activation checkpointing and offload, for any size of micro-batches.
     Its memory is not known yet."""
 
-    ways: Ways
+    ways: LayoutChoices
     choice: Choice
     bound: float
     """Seconds of a step at least: with the fewest tokens and micro-batches of all sizes, and with the idle time of a
@@ -177,7 +183,7 @@ class Candidate:
         return quickest(self.ways, self.choice, self.ways.splits)[0]
 
 
-def candidates(ways: Ways) -> list[Candidate]:
+def candidates(ways: LayoutChoices) -> list[Candidate]:
     """Return a candidate for each combination (`ways.choices`) of strategy, activation checkpointing and offload with
     a layout of ranks (`ways.ranks`). It has a lower bound of the seconds of a step, over all ways to split a step into
     micro-batches (`ways.splits`); its memory is not predicted yet. Raise ConfigError if no combination is possible, or
@@ -230,8 +236,8 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
                     others.append(Planned(ways.planner, ways.ranks, row))
         if not fitting:
             break
-        near = [own for own in fitting if own[1].row.step.seconds <= NEAR * fitting[0][1].row.step.seconds]
-        one, chosen = min(near, key=lambda own: own[1].kinds)
+        near = [pair for pair in fitting if pair[1].row.step.seconds <= NEAR * fitting[0][1].row.step.seconds]
+        one, chosen = min(near, key=lambda pair: pair[1].kinds)
         fitting.remove((one, chosen))
         ways, micros = one.ways, chosen.row.micro_batches
         # until here its memory was interpolated; now that of each micro-batch is measured
@@ -248,11 +254,11 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
     others.sort(key=lambda one: one.row.bytes["total"])
     layouts = len({id(one.ways.planner) for one in found})
     return Search(
-        [*(own for _, own in fitting), *others], layouts, sum(len(one.ways.splits) for one in found), measured
+        [*(planned for _, planned in fitting), *others], layouts, sum(len(one.ways.splits) for one in found), measured
     )
 
 
-def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
+def fastest_that_fits(ways: LayoutChoices, choice: Choice) -> PlanRow:
     """Predict memory and time of a choice of strategy, activation checkpointing and offload with the fastest size of
     micro-batches that fits. Without a pipeline this is the largest one; a pipeline waits less with more micro-batches.
     """
@@ -265,7 +271,7 @@ def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
     return planner.row(choice, ranks, split, sizes)
 
 
-def quickest(ways: Ways, choice: Choice, splits: Sequence[MicroBatches]) -> tuple[float, MicroBatches]:
+def quickest(ways: LayoutChoices, choice: Choice, splits: Sequence[MicroBatches]) -> tuple[float, MicroBatches]:
     """Return (seconds of a step, micro-batches) with the fastest of some sizes of micro-batches (`splits`). Without a
     pipeline it is the first one, with the largest micro-batches."""
     tried = splits if ways.planner.cfg.parallel.pipeline > 1 else splits[:1]

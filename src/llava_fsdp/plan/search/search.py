@@ -54,12 +54,12 @@ def distinct_strategies(ranks: RankCounts, parts: int = 1, shares_experts: bool 
         parts: number of ranks that divide one copy of the model among them, with stages or parts of layers.
         shares_experts: whether ranks share experts. These are sharded over ranks with different parts of layers, too.
     """
-    own = ranks.world_size // parts
-    if own == 1 and not shares_experts:
+    ranks_of_part = ranks.world_size // parts
+    if ranks_of_part == 1 and not shares_experts:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
-    shards = min(ranks.shard_size, own)
+    shards = min(ranks.shard_size, ranks_of_part)
     # without parts, a `shard_size` that does not divide the ranks is an error, which `mesh_shape` raises
-    hybrid = 1 < shards < own and (parts == 1 or own % shards == 0)
+    hybrid = 1 < shards < ranks_of_part and (parts == 1 or ranks_of_part % shards == 0)
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 

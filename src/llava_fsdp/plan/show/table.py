@@ -10,7 +10,7 @@ from rich.table import Table
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.parallel.memory.memory import checkpoint_bytes
 from llava_fsdp.plan.memory.published_formulas import formulas
-from llava_fsdp.plan.planner import Planner, PlanRow
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.search.layouts import Planned, Search, why_not
 from llava_fsdp.plan.search.longest import MOST_TOKENS
 from llava_fsdp.runtime.text.humanize import duration
@@ -60,7 +60,7 @@ def show_plan(
         )
     else:
         best = fitting[0]
-        chosen = [overrides_of(best), *(layout_overrides(planner.cfg.parallel) if search is not None else [])]
+        chosen = [overrides_of(best.choice), *(layout_overrides(planner.cfg.parallel) if search is not None else [])]
         console.print(
             f"\nUse {' '.join(chosen)}: {gigabytes(best.bytes['total'])} GB, "
             f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted)"
@@ -85,10 +85,10 @@ def gigabytes(size: float) -> str:
     return f"{size / GB:.{4 if 0 < size < GB / 10 else 1}f}"
 
 
-def overrides_of(row: PlanRow) -> str:
-    """Return strategy, activation checkpointing and offload of a way to train (`row`) as command-line overrides."""
-    activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
-    words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
+def overrides_of(choice: Choice) -> str:
+    """Return strategy, activation checkpointing and offload of a way to train as command-line overrides."""
+    activation_checkpointing, offload = choice.activation_checkpointing, choice.offload.value
+    words = [f"sharding={choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
     if activation_checkpointing.budget is not None:
         words.append(f"activation_checkpointing.budget={activation_checkpointing.budget}")
     return " ".join(words if offload == "none" else [*words, f"offload={offload}"])
@@ -262,7 +262,7 @@ def row_object(row: PlanRow) -> dict[str, Any]:
         "micro_batches": len(row.micro_batches),
         "context": row.micro_batches[0].context,
         "bytes": row.bytes,
-        "moment": row.moment,  # when in a step the memory peak is
+        "moment": row.peak_moment,  # when in a step the memory peak is
         "at_rest": row.at_rest,
         "host_bytes": row.host,
         "disk_bytes": row.disk,

@@ -37,7 +37,7 @@ class Utilization:
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """Return a step's FLOPs on all ranks together, its MFU and its HFU (0 to 1; None if unknown)."""
-        pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
+        pairs = pairs_in_windows(self.language, facts.tokens, facts.token_pairs)
 
         def flops_of_step(flops: Flops) -> float:
             return flops.of(facts.tokens, pairs, facts.label_tokens, facts.tiles)
@@ -80,7 +80,7 @@ def image_flops(cfg: Config, model: Architecture) -> BlankImages | None:
         rule = image_rule(cfg, model)
         if not isinstance(rule, BlankImages):
             return None
-        rule.work()
+        rule.vision_work()
         return rule
     except Exception as error:  # only a number of the report becomes too small, which must not end the training
         log().warning("attention in the vision part is not counted in MFU: %s: %s", type(error).__name__, error)

@@ -8,7 +8,8 @@ stretches begin, so a curve that is read from metrics.jsonl equals the one that 
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 MOST_POINTS = 1000
@@ -33,6 +34,18 @@ class Point(NamedTuple):
         return cls(step, value, value, value)
 
 
+@dataclass
+class Stretch:
+    """The values of a metric in some consecutive steps."""
+
+    count: int
+    step_sum: float
+    """Sum of the numbers of the steps."""
+    value_sum: float
+    least: float
+    most: float
+
+
 class Curve:
     """A metric over training steps, downsampled to a limited number of points."""
 
@@ -40,8 +53,8 @@ class Curve:
         """Begin an empty curve of at most `most` stretches: points that each stand for `width` consecutive steps."""
         self.most_points = most
         self.width = 1
-        self.stretches: dict[int, list[float]] = {}
-        """`step // width` -> [number of values, sum of their steps, sum of the values, least value, greatest value]."""
+        self.stretches: dict[int, Stretch] = {}
+        """`step // width` -> the values of these steps."""
 
     def __len__(self) -> int:
         return len(self.stretches)
@@ -51,8 +64,7 @@ class Curve:
         Ignore a value that is missing or not finite."""
         if value is None or not math.isfinite(value):
             return
-        # [number of values, sum of their steps, sum of the values, least value, greatest value]
-        merge_into(self.stretches, step // self.width, [1.0, float(step), value, value, value])
+        merge_into(self.stretches, step // self.width, Stretch(1, float(step), value, value, value))
         while len(self.stretches) > self.most_points:
             self.width *= 2
             self.stretches = merge_pairs(self.stretches)
@@ -63,28 +75,28 @@ class Curve:
         while most is not None and len(stretches) > max(1, most):
             stretches = merge_pairs(stretches)
         return [
-            Point(steps / count, total / count, least, most_)
-            for _, (count, steps, total, least, most_) in sorted(stretches.items())
+            Point(s.step_sum / s.count, s.value_sum / s.count, s.least, s.most)
+            for _, s in sorted(stretches.items(), key=itemgetter(0))
         ]
 
 
-def merge_into(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
-    """Merge `values` into stretch `number` of a curve, some consecutive steps; a missing stretch begins with `values`.
-    Both have the form [count, sum of steps, sum of values, least value, greatest value]."""
+def merge_into(stretches: dict[int, Stretch], number: int, added: Stretch) -> None:
+    """Merge `added` into stretch `number` of a curve; if that is missing, `added` becomes it."""
     present = stretches.get(number)
     if present is None:
-        stretches[number] = values
+        stretches[number] = added
         return
-    for index in range(3):
-        present[index] += values[index]
-    present[3], present[4] = min(present[3], values[3]), max(present[4], values[4])
+    present.count += added.count
+    present.step_sum += added.step_sum
+    present.value_sum += added.value_sum
+    present.least, present.most = min(present.least, added.least), max(present.most, added.most)
 
 
-def merge_pairs(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
+def merge_pairs(stretches: dict[int, Stretch]) -> dict[int, Stretch]:
     """Merge each two neighboring stretches of a curve into one: stretches 2n and 2n + 1 become stretch n."""
-    pairs: dict[int, list[float]] = {}
-    for number, values in stretches.items():
-        merge_into(pairs, number // 2, list(values))
+    pairs: dict[int, Stretch] = {}
+    for number, stretch in stretches.items():
+        merge_into(pairs, number // 2, replace(stretch))
     return pairs
 
 
@@ -112,7 +124,7 @@ class RunHistory:
     """Loss curve of each data source."""
     source_labels: dict[str, int] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
-    steps: int = 0
+    num_rows: int = 0
     """Number of rows added."""
     last: dict[str, Any] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
@@ -140,7 +152,7 @@ class RunHistory:
                 self.source_labels[name] = self.source_labels.get(name, 0) + labels
         for name in SUMS:
             self.sums[name] += numbers[name]
-        self.steps += 1
+        self.num_rows += 1
         self.last = row
         if row.get("skipped") is True:
             self.skipped_steps += 1
@@ -158,7 +170,7 @@ class RunHistory:
                 self.lowest = mean, step
 
     @property
-    def step(self) -> int:
+    def last_step(self) -> int:
         """Number of the last step that was added."""
         return int(self.last.get("step", 0))
 
@@ -178,7 +190,7 @@ class RunHistory:
         """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. With fewer
         than `window` steps, the mean of all; None without a loss."""
         if self.lowest is None and self.loss is not None:
-            return self.loss, self.step
+            return self.loss, self.last_step
         return self.lowest
 
     def mean(self, name: str) -> float | None:

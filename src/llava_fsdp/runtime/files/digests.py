@@ -54,7 +54,7 @@ def without_digest(content: bytes) -> bytes | None:
     return body if content == with_digest(body) else None
 
 
-def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
+def files_of_rank(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
     """Divide files among the ranks, which compute digests together, and return those of this rank. Each file, from the
     largest on, goes to the rank with the fewest bytes so far."""
     bytes_of_rank = [0] * size

@@ -107,8 +107,8 @@ class Watcher:
         self.last: dict[int, Beat] = {}
         """{rank: its last heartbeat}."""
 
-    def late_ranks(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """Return those of `ranks` that this rank, whose heartbeat is `own`, is waiting for: frozen ranks, and the
+    def late_ranks(self, own_beat: Beat, ranks: list[int]) -> list[Late]:
+        """Return those of `ranks` that this rank, whose heartbeat is `own_beat`, is waiting for: frozen ranks, and the
         slowest ranks if they have made less progress than this one. The progress of a rank is the `place` in its
         heartbeat: (finished steps, number of the phase, started collectives)."""
         now = time.monotonic()
@@ -125,7 +125,7 @@ class Watcher:
         for rank, beat in self.last.items():
             (_, beating_until), (_, same_place_since) = self.counts[rank], self.places[rank]
             is_frozen = now - beating_until > self.frozen_after
-            if rank != own.rank and (is_frozen or beat.place < own.place):
+            if rank != own_beat.rank and (is_frozen or beat.place < own_beat.place):
                 behind.append(Late(beat, now - same_place_since, is_frozen))
         slowest = min((late.beat.place for late in behind), default=None)
         return [late for late in behind if late.is_frozen or late.beat.place == slowest]

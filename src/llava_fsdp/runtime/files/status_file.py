@@ -206,7 +206,7 @@ def drop_stale_failure(folder: Path) -> None:
     """Remove a run's failure report if an earlier start of the run wrote it or, with a warning, if it is unreadable."""
     unreadable_error = None
     try:
-        if failure_of(folder)["incarnation"] == start_of(folder):
+        if read_first_failure(folder)["incarnation"] == start_of(folder):
             return
     except MissingJson:
         return
@@ -217,7 +217,7 @@ def drop_stale_failure(folder: Path) -> None:
         log().warning("%s; it has been removed", unreadable_error)
 
 
-def failure_of(folder: Path) -> dict[str, Any]:
+def read_first_failure(folder: Path) -> dict[str, Any]:
     """Read a run's failure report: which rank failed first, and why. Raises BadJson if it is missing or unreadable."""
     path = folder / FIRST_FAILURE
     failure = read_object(path, FAILURE_KINDS)
@@ -229,7 +229,7 @@ def failure_of(folder: Path) -> dict[str, Any]:
 def first_failure(folder: Path) -> dict[str, Any] | None:
     """Return the report of the rank that failed first in the current start of the run; None if no rank has failed."""
     try:
-        failure = failure_of(folder)
+        failure = read_first_failure(folder)
     except BadJson:
         return None
     return failure if failure["incarnation"] == start_of(folder) else None

@@ -215,7 +215,7 @@ class Watchdog:
         """Start the watchdog's thread, open its file for stack traces, and take over the handling of signals. Raises
         StorageError if the output folder cannot be written."""
         self.is_ending = threading.Event()
-        self.lost_peer = False
+        self.ended_by_lost_rank = False
         self.pipe = os.pipe()
         for end in self.pipe:
             os.set_blocking(end, False)
@@ -241,7 +241,7 @@ class Watchdog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the watchdog's thread, restore the signal handlers and write a last heartbeat. If a communication error
         has ended the run before the ranks had met, kill the ranks of this machine that write no heartbeats."""
-        self.lost_peer = isinstance(error, CommunicationError)
+        self.ended_by_lost_rank = isinstance(error, CommunicationError)
         self.is_ending.set()
         os.write(self.pipe[1], b"\0")
         # joined before the signal handlers are restored: torchrun's SIGTERM must not interrupt the last report
@@ -262,10 +262,10 @@ class Watchdog:
             self.stacks.close()
             if is_empty:
                 Path(self.stacks.name).unlink(missing_ok=True)
-        if self.lost_peer and not self.has_met and siblings():
+        if self.ended_by_lost_rank and not self.has_met and siblings():
             # torchrun sends SIGTERM when the ranks below are killed; this rank still has to report its error
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.kill_unmet()
+            self.kill_silent_siblings()
 
     @contextlib.contextmanager
     def watching_peers(self, ranks: list[tuple[int, str, int]], is_guarded: bool = False) -> Iterator[None]:
@@ -309,7 +309,7 @@ class Watchdog:
                         log().warning("the other ranks are not watched: %s", traceback.format_exc())
                     self.watching_failed = True
             self.wait(max(0.0, next_beat - time.monotonic()))
-        if self.lost_peer:
+        if self.ended_by_lost_rank:
             # the main thread got an error first, but only this thread finds out which rank ended and how
             self.wait(SETTLE)
 
@@ -322,7 +322,9 @@ class Watchdog:
             for handle in self.peers:
                 poll.register(handle, select.POLLIN)
         events = [handle for handle, _ in poll.poll(1000 * seconds)]
-        if self.is_ending.is_set() and not self.lost_peer:  # the run has ended, and not because a rank was lost
+        if (
+            self.is_ending.is_set() and not self.ended_by_lost_rank
+        ):  # the run has ended, and not because a rank was lost
             return
         for handle in events:
             if handle in self.peers and self.size > 1:
@@ -466,10 +468,10 @@ class Watchdog:
             f"the ranks have not met at {place} within comm.init_timeout={self.limit} seconds, and rank {self.rank} is "
             f"blocked in a call that does not return: does rank 0's store answer there? See {self.folder / STACKS}"
         )
-        self.kill_unmet()  # kills this machine's ranks without heartbeats: they may not react to SIGTERM
+        self.kill_silent_siblings()  # kills this machine's ranks without heartbeats: they may not react to SIGTERM
         self.end(Outcome(ENDINGS["communication"], reason))
 
-    def kill_unmet(self) -> None:
+    def kill_silent_siblings(self) -> None:
         """Kill the ranks of this machine that write no heartbeats. They may be blocked before they could handle
         SIGTERM; torchrun would wait for them: half a minute, or `STOP_SECONDS` if `llava-fsdp` started it."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
@@ -526,7 +528,7 @@ class Watchdog:
         """
         time.sleep(PATIENCE_SECONDS)
         first = first_failure(self.folder)
-        self.kill_frozen()  # ranks without heartbeat, on whose end torchrun would wait half a minute
+        self.kill_silent_peers()  # ranks without heartbeat, on whose end torchrun would wait half a minute
         code = int(first["exit_code"]) if first else int(ENDINGS["communication"].exit_code)
         if code == ENDINGS["stopped"].exit_code and not self.was_signalled:
             end_torchrun()
@@ -543,10 +545,10 @@ class Watchdog:
             (log().info if outcome.ending.name == "stopped" else log().error)(
                 "%s: %s", outcome.ending.name, outcome.reason
             )
-        self.kill_frozen()  # ranks of this machine without heartbeats, for whose end torchrun would wait
+        self.kill_silent_peers()  # ranks of this machine without heartbeats, for whose end torchrun would wait
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
-    def kill_frozen(self) -> None:
+    def kill_silent_peers(self) -> None:
         """Kill the other ranks on this machine that have written no heartbeat for `FROZEN` seconds: torchrun would wait
         half a minute for their end."""
         for handle, (rank, _) in self.peers.items():

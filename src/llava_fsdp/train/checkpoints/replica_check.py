@@ -32,8 +32,8 @@ def check_replicas(state: TrainState, parent: Path) -> None:
         return
     if state.pipeline is None:
         # one entry for each way in which tensors are distributed over ranks (a layout)
-        own = checksums_of_rank(all_tensors(state), counters(state))
-        found = [difference for layout in own for difference in find_differences(layout, gather_lists)]
+        layouts = checksums_of_rank(all_tensors(state), counters(state))
+        found = [difference for layout in layouts for difference in find_differences(layout, gather_lists)]
     else:
         found = differences_in_stages(state, state.pipeline)
     if found:

@@ -147,9 +147,9 @@ def load_weights_of(state: TrainState, folder: Path) -> None:
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Raise CheckpointError if a checkpoint's tensor of floats above 8 bits has NaN or infinity on this rank."""
     for name, tensor in tensors.items():
-        own = local(tensor)
-        is_checked = own.is_floating_point() and own.element_size() > 1 and own.numel()
-        if is_checked and not all(math.isfinite(end) for end in own.aminmax()):
+        part = local(tensor)
+        is_checked = part.is_floating_point() and part.element_size() > 1 and part.numel()
+        if is_checked and not all(math.isfinite(end) for end in part.aminmax()):
             raise CheckpointError(
                 f"checkpoint {folder}: {name} has values that are NaN or infinite; continue from an earlier checkpoint "
                 "(checkpoint.resume=FOLDER), or start over with checkpoint.resume=never"
@@ -315,7 +315,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     changed += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
     # the loss or the projector that a program gives in place of this package's; its fingerprint is its name
     for part in OWN_PARTS:
-        before, here = (own.get(part, "none") for own in (facts["fingerprints"], state.fingerprints))
+        before, here = (fingerprints.get(part, "none") for fingerprints in (facts["fingerprints"], state.fingerprints))
         if before != here:
             changed.append(f"the program's {part}: {before} -> {here}")
     trainable = set(state.trained) ^ set(facts["trainable"])
@@ -382,7 +382,9 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     equal_keys = {key for key, values in equivalents.items() if values & {then.get(key), now.get(key)}}
     # null stands for these values in a LLaVA-OneVision; for other models, the fingerprint "encoding" shows a change
     nulls = {"data.video_fps": VideoSampling.fps, "data.video_frames": VideoSampling.frames}
-    then, now = ({key: nulls.get(key) if value is None else value for key, value in own.items()} for own in (then, now))
+    then, now = (
+        {key: nulls.get(key) if value is None else value for key, value in settings.items()} for settings in (then, now)
+    )
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())

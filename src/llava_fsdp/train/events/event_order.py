@@ -44,14 +44,14 @@ class TrainingEvents:
 
 
 def open_events(
-    observed: Observed, metric: AnswerMetric, resumed: Path | None, own: Sequence[RunEvents] = ()
+    observed: Observed, metric: AnswerMetric, resumed: Path | None, own_events: Sequence[RunEvents] = ()
 ) -> TrainingEvents:
     """Make the observers of a training, whose methods `fit` calls at each moment (start, step, end). Collective.
 
     Args:
         metric: scores the answers of validations.
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
-        own: observers that the calling program gives.
+        own_events: observers that the calling program gives.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
@@ -73,7 +73,7 @@ def open_events(
         Timeouts(state.parallelism.meshes, cfg.comm.timeout, observed.watchdog),
         # behind the save, so that a run that stops while it validates has the step's checkpoint, and validates later
         open_validation(state, cfg, observed.watchdog, events, metric),
-        *map(OwnEvent, own),  # behind ours: their errors cost no row, checkpoint or validation of the step
+        *map(OwnEvent, own_events),  # behind ours: their errors cost no row, checkpoint or validation of the step
         GarbageCollection(cfg.gc_every),  # behind all that makes garbage
         # last: the next step's profile begins here, without what was done after the step before
         open_profiler(cfg, world.rank, world.device, state.step, last_step),

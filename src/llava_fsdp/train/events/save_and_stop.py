@@ -60,7 +60,7 @@ class RunController(RunEvents):
         """Whether a checkpoint was postponed because steps were skipped."""
 
     @property
-    def is_kept(self) -> bool:
+    def needs_no_save(self) -> bool:
         """Whether the current state need not be saved: it is on disk or being written, or no step was taken yet."""
         saved = self.saver.saved_step if self.saver is not None else None
         return self.state.step in (self.first_step, saved)
@@ -82,7 +82,7 @@ class RunController(RunEvents):
 
     def before_step(self) -> None:
         """Save or stop if this was requested on any rank, or stop if the run's folder is lost. A state that is already
-        on disk, or being written (`is_kept`), is not saved again. Collective.
+        on disk, or being written (`needs_no_save`), is not saved again. Collective.
 
         Raises:
             Stopped: on request. The state is on disk, unless saving failed and `checkpoint.on_save_error=warn`.
@@ -98,11 +98,13 @@ class RunController(RunEvents):
             self.stop_if_lost()
         if votes.failed:
             self.finish()  # raises the error of that save
-        if (votes.stop or votes.save) and not self.is_kept:
+        if (votes.stop or votes.save) and not self.needs_no_save:
             self.save()
         if votes.stop:
             self.finish()
-            where = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
+            where = (
+                "continues there" if self.needs_no_save else "continues from the checkpoint before, as this one failed"
+            )
             raise self.stop_error(f"stopped after step {self.state.step}; the same command {where}")
 
     def on_pause(self) -> None:
@@ -153,7 +155,7 @@ class RunController(RunEvents):
         """
         if self.saver is None:
             return
-        if not self.is_kept:  # the training has ended early
+        if not self.needs_no_save:  # the training has ended early
             self.save()
         with log_if_slow("waiting until the checkpoint of step %d is on disk", self.state.step):
             self.finish()
@@ -234,7 +236,7 @@ class RunController(RunEvents):
         state, step = self.state, self.state.step
         # gradients are sums over all ranks, but the bad samples were on a rank whose own loss is not finite
         suspects = gather_lists([] if result.own_loss_is_finite else [own_rank()])
-        records = state.loader.steps.records_of(step - 1, suspects)
+        records = state.loader.steps.record_names_of_ranks(step - 1, suspects)
         named = ", ".join(records[:SHOWN]) + (f" and {len(records) - SHOWN} more" if len(records) > SHOWN else "")
         whose = f"those of step {step} on rank {', '.join(map(str, suspects))}" if suspects else f"those of step {step}"
         checkpoints = list_checkpoints(Path(self.cfg.output_dir) / FOLDER)

@@ -29,9 +29,9 @@ from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.runtime.errors import ConfigError
 
 
-def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Architecture:
-    """Build the model on the meta device, as it will be trained on `device`. `own`: a loss and a projector that the
-    program which calls this package gives in place of the configured ones.
+def build_model(cfg: Config, parts: Parts, device: torch.device, own_parts: OwnParts = NONE) -> Architecture:
+    """Build the model on the meta device, as it will be trained on `device`. `own_parts`: a loss and a projector that
+    the program which calls this package gives in place of the configured ones.
 
     Raises:
         ConfigError: the device or the model does not support the configuration.
@@ -45,10 +45,10 @@ def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts =
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
-    model = build_architecture(parts, cfg.model, compute_dtype, kernel, cfg.loss, own)
+    model = build_architecture(parts, cfg.model, compute_dtype, kernel, cfg.loss, own_parts)
     check_abilities(model, cfg)
     if cfg.data.pairs:
-        if own.loss is not None:
+        if own_parts.loss is not None:
             raise ConfigError("data.pairs=true has a loss of pairs (pref), and the program gives a loss; leave one out")
         model.set_label_loss(partial(label_losses, chunk_tokens=cfg.loss.chunk_tokens))
     model.check_trained_blocks()
@@ -73,7 +73,7 @@ def shape_of(model: Architecture) -> ModelShape:
         vocab_size=language.vocab_size,
         grid_pinpoints=model.parts.grid_pinpoints,
         max_tiles=model.parts.max_tiles,
-        cost=CostModel(token=flops.token, pair=flops.pair, label=flops.label, tile=flops.tile),
+        cost=CostModel(token=flops.token, pair=flops.pair, label=flops.label, tile=flops.vision),
         processor_folder=model.processor_folder,
         needs_blank=model.needs_blank,
         positions=model.positions,

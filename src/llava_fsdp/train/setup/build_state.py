@@ -13,7 +13,7 @@ from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.write import adapter_folder
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
-from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.load_weights import fingerprint, load_weights, weight_digests
 from llava_fsdp.model.sources.pretrained import artifacts_of
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.apply import Fill, apply_parallelism
@@ -36,20 +36,20 @@ from llava_fsdp.train.checkpoints.resume import continues, without_saved_sources
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.setup.build_model import mean_counts, shape_of
-from llava_fsdp.train.setup.preflight import check_prompts, few_steps, find_sources, open_model
+from llava_fsdp.train.setup.preflight import check_parts_and_export, few_steps, find_sources, open_model
 from llava_fsdp.train.setup.run_info import about_run
 from llava_fsdp.train.setup.summary import RunFacts, show_run
 from llava_fsdp.train.setup.unused import freeze_unused
 from llava_fsdp.train.state import TrainState
 
 
-def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> TrainState:
+def build_state(cfg: Config, parallelism: Parallelism, own_parts: OwnParts = NONE) -> TrainState:
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
-    Collective: all ranks must call it. `own`: parts of the model that the program gives."""
+    Collective: all ranks must call it. `own_parts`: parts of the model that the program gives."""
     world = parallelism.world
-    model, projector = open_model(cfg, world.device, own)
+    model, projector = open_model(cfg, world.device, own_parts)
     parts = model.parts
-    warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")
+    warnings = on_first_rank(lambda: check_parts_and_export(cfg, model), "the export cannot be rehearsed")
     loader = open_data(cfg, world, model)
     freeze_unused(model, loader, cfg.precision)
     check_profile(cfg, loader.total_steps)
@@ -59,14 +59,14 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     check_artifacts(artifacts_of(parts, projector, read.model), world.local_rank, world.local_size, world.is_first)
     sources = find_sources(read, model, projector)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
-    digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
+    digests = weight_digests(model, sources, world.rank, world.size, gather_lists, watch)
     adapter_folder.check_base(model, read.model, digests)  # that a LoRA adapter to continue from fits this base model
     # identifies the weights with which training begins, if the reference of preference pairs is computed from them now
     start_digest = ""
     if cfg.data.pairs and cfg.pair_reference is PairReference.stored and not continues(cfg):
-        trained = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch, trained=True)
+        trained = weight_digests(model, sources, world.rank, world.size, gather_lists, watch, trained=True)
         start_digest = fingerprint(model, digests | trained)
-    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests), **own.names}
+    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests), **own_parts.names}
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:
@@ -143,8 +143,8 @@ def open_held_out_data(cfg: Config, world: World, model: Architecture) -> HeldOu
     """Open the validation data, and check that all ranks see the same records. Rank 0 warns if a file of them is also
     trained on. Collective."""
     positions = model.language_config.max_position_embeddings
-    # `own` is the configuration for the validation data, `choose` makes the sampler from the records
-    held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
+    # `held_out_cfg` is the configuration for the validation data, `choose` makes the sampler from the records
+    held_out = open_held_out(cfg, lambda held_out_cfg, choose: open_data(held_out_cfg, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
     if world.is_first:
         warn_of_trained(cfg)

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
-from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
+from llava_fsdp.data.synthetic import Contents, SyntheticLoader, dry_run_micro_batches, fullest, synthetic_step
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.weights.init_weights import Rule, draw_rule
@@ -150,7 +150,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "micro_batch": sizes_of(contents),
         "bytes": {name: {"measured": bytes_at_rest[name], "planned": planned_memory.at_rest[name]} for name in STATES},
         "peak": peak | {"planned": planned_memory.bytes["total"]},
-        "plan": {"moment": planned_memory.moment, "bytes": planned_memory.bytes},
+        "plan": {"moment": planned_memory.peak_moment, "bytes": planned_memory.bytes},
         "collectives": counter.moved,
         "seconds": seconds,
     }
@@ -170,7 +170,7 @@ def sizes_of(contents: Contents) -> dict[str, int]:
 
 def planned_memory_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """Estimate by arithmetic the memory of this rank in the steps that a dry run measures."""
-    count = micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
+    count = dry_run_micro_batches(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
     micros = [sizes_planned(cfg, contents)] * count
     return plan_peak(cfg, world.size, world.device, micros, world.rank)
 
@@ -185,7 +185,7 @@ def sizes_planned(cfg: Config, contents: Contents) -> MicroBatchSizes:
         tiles=contents.tiles,
         labels=contents.labels,
         image_tokens=contents.image_tokens,
-        context=contents.context,
+        context=contents.ranks_per_row,
     )
 
 
@@ -220,7 +220,7 @@ def held_bytes(state: TrainState) -> dict[str, int]:
     statistics_of_quantized = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *statistics_of_quantized, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
-    moments = [v for own in state.optimizer.state.values() for key, v in own.items() if key != "step"]
+    moments = [v for states in state.optimizer.state.values() for key, v in states.items() if key != "step"]
     tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)
     return {name: sum(local(t).nbytes for t in held) for name, held in tensors}
 
@@ -242,11 +242,11 @@ def print_report(report: dict[str, Any]) -> None:
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, own in report["bytes"].items():
-        table.add_row(f"{name} between steps", f"{own['measured']:,}", f"{own['planned']:,}")
+    for name, counts in report["bytes"].items():
+        table.add_row(f"{name} between steps", f"{counts['measured']:,}", f"{counts['planned']:,}")
     planned = report["peak"]["planned"]
     for number, (name, value) in enumerate((n, v) for n, v in report["peak"].items() if n != "planned"):
         table.add_row(name.replace("_", " "), f"{value:,}", "" if number else f"{planned:,}")
-    for name, own in ((name, own) for name, own in report["collectives"].items() if own["calls"]):
-        table.add_row(f"{name.replace('_', '-')} in a step ({own['calls']} calls)", f"{own['bytes']:,}", "")
+    for name, counts in ((name, counts) for name, counts in report["collectives"].items() if counts["calls"]):
+        table.add_row(f"{name.replace('_', '-')} in a step ({counts['calls']} calls)", f"{counts['bytes']:,}", "")
     console.print(table)

@@ -70,8 +70,8 @@ def with_source(cfg: Config, source: RecordSource | None) -> Config:
         if time.monotonic() > until:
             raise CommunicationError(f"rank 0 has not written {path} within comm.init_timeout={cfg.comm.init_timeout}")
         time.sleep(0.2)
-    own = replace(cfg.data, source=Source.llava_json, path=str(path), images=source.images, sources={})
-    return replace(cfg, data=own)
+    data = replace(cfg.data, source=Source.llava_json, path=str(path), images=source.images, sources={})
+    return replace(cfg, data=data)
 
 
 def write_records(source: RecordSource, path: Path) -> None:

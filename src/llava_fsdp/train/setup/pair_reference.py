@@ -73,7 +73,7 @@ class StoredReference:
             content = path.read_bytes()
             size = int.from_bytes(content[:8], "little")  # of the header of a safetensors file
             facts = json.loads(content[8 : 8 + size])["__metadata__"]
-            names = (own.name for own in fields(cls) if own.name != "table")
+            names = (field.name for field in fields(cls) if field.name != "table")
             values: dict[str, Any] = {name: json.loads(facts[name]) for name in names}
             return cls(**values | {"done": int(values["done"]), "table": load(content)[TABLE]})
 

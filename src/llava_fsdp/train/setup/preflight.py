@@ -56,7 +56,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     cfg, _ = settle_packing(cfg, find_parts_of_run(cfg))
     model, projector = open_model(cfg, device)
     cfg = with_template(cfg, model.parts)
-    warnings = check_prompts(cfg, model)
+    warnings = check_parts_and_export(cfg, model)
     if model.processor_folder is not None:
         open_processor_encoding(cfg, None, model.processor_folder, shape_of(model))
     find_sources(cfg, model, projector)
@@ -150,9 +150,9 @@ def find_parts_of_run(cfg: Config) -> Parts:
         ) from error
 
 
-def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple[Architecture, Path | None]:
+def open_model(cfg: Config, device: torch.device, own_parts: OwnParts = NONE) -> tuple[Architecture, Path | None]:
     """Build the model of a training on the meta device. Return it with the path from which its projector is read (None
-    if there is no such path). `own`: parts of the model that the program gives.
+    if there is no such path). `own_parts`: parts of the model that the program gives.
 
     Raises:
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
@@ -160,7 +160,7 @@ def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple
     parts = find_parts_of_run(cfg)
     # without files that a resumed run reads from its checkpoint instead, and that may be gone
     projector = find_projector(without_saved_sources(cfg))
-    return build_model(cfg, parts, device, own), projector
+    return build_model(cfg, parts, device, own_parts), projector
 
 
 def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> dict[str, Stored]:
@@ -182,7 +182,7 @@ def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> di
         ) from error
 
 
-def check_prompts(cfg: Config, model: Architecture) -> list[str]:
+def check_parts_and_export(cfg: Config, model: Architecture) -> list[str]:
     """Compare the model's parts with transformers' own classes (`check_parts`) and, if it will be exported, try the
     export of a small copy. Return warnings, such as one about a conversation template for another language model.
 

@@ -65,7 +65,7 @@ def about_run(
         divided=tensor > 1 or cfg.parallel.pipeline > 1,
     )
     groups_bytes = [sharding(each) for each in groups]
-    at_rest = max(groups_bytes, key=lambda own: own.parameters + own.gradients + own.optimizer)
+    at_rest = max(groups_bytes, key=lambda nbytes: nbytes.parameters + nbytes.gradients + nbytes.optimizer)
     return {
         "time": time.time(),
         "ranks": world.size,

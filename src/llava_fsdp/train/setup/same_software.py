@@ -139,10 +139,10 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
     """Return a text for each version that differs between ranks: its name and its values, each with the ranks and hosts
     that have it. `facts`: for each rank, name -> version; another version of the package may have other names."""
     found = []
-    for name in dict.fromkeys(name for own in facts for name in own):
+    for name in dict.fromkeys(name for facts_of_rank in facts for name in facts_of_rank):
         ranks_of: dict[str | None, list[int]] = {}
-        for rank, own in enumerate(facts):
-            ranks_of.setdefault(own.get(name), []).append(rank)
+        for rank, facts_of_rank in enumerate(facts):
+            ranks_of.setdefault(facts_of_rank.get(name), []).append(rank)
         if len(ranks_of) > 1:
             values = [f"{value or 'unknown'} on {describe_ranks(ranks, hosts)}" for value, ranks in ranks_of.items()]
             found.append(f"{name}: {', '.join(values)}")

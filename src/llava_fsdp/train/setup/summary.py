@@ -209,7 +209,7 @@ def describe_quantized(cfg: Config, weights: Iterable[Weight]) -> str:
 
 def describe_data(cfg: Config, records: Records) -> str:
     """Say in one line which files are read, and how many of their records are used."""
-    files = ", ".join(f"{name} ({own.path})" for name, own in cfg.data.sources.items()) or cfg.data.path
+    files = ", ".join(f"{name} ({source.path})" for name, source in cfg.data.sources.items()) or cfg.data.path
     wrong = f", {records.num_wrong:,} skipped as wrong" if records.num_wrong else ""
     long = f", {records.num_too_long:,} skipped as too long" if records.num_too_long else ""
     examined = records.index.examined
@@ -286,8 +286,8 @@ def trained_counts(weights: dict[str, Weight], parts: Collection[str]) -> dict[s
     """Return the number of (trainable, frozen) weights in each part of the model (vision tower, projector, ...)."""
     counts = {}
     for part in parts:
-        own = [w for n, w in weights.items() if part_name(n, parts) == part]
-        if own:
-            trains = sum(w.count for w in own if w.trainable)
-            counts[part] = trains, sum(w.count for w in own) - trains
+        part_weights = [w for n, w in weights.items() if part_name(n, parts) == part]
+        if part_weights:
+            trains = sum(w.count for w in part_weights if w.trainable)
+            counts[part] = trains, sum(w.count for w in part_weights) - trains
     return counts

@@ -48,7 +48,7 @@ def pair_numbers(sums: list[float]) -> PairNumbers | None:
     if not count:
         return None
     _, *names = (field.name for field in fields(PairNumbers))
-    means = {name: own / count for name, own in zip(names, sums[1:], strict=True)}
+    means = {name: total / count for name, total in zip(names, sums[1:], strict=True)}
     return PairNumbers(round(count), **means)
 
 
@@ -60,10 +60,10 @@ def numbers_by_source(values: list[float], names: list[str]) -> dict[str, PairNu
     return found | {ALL: pair_numbers([sum(column) for column in zip(*rows, strict=True)])}
 
 
-def joined(numbers: Iterable[PairNumbers | None]) -> PairNumbers | None:
+def means_of_all_sources(numbers: Iterable[PairNumbers | None]) -> PairNumbers | None:
     """Return the means over the pairs (of a chosen and a rejected answer) of all data sources, from the `numbers` of
     each source, which are None for a source without pairs. None if no source has pairs."""
-    rows = [asdict(own) for own in numbers if own is not None]
+    rows = [asdict(of_source) for of_source in numbers if of_source is not None]
     keys = list(rows[0]) if rows else []
     # the field `pairs` is a number of pairs; all other fields are means, which become sums again
     sums = [float(sum(row["pairs"] * (1 if key == "pairs" else row[key]) for row in rows)) for key in keys]

@@ -50,13 +50,13 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, watch: Watc
     try:
         refuse_bad_records(records, cfg.data)
     except DataError:
-        records = look_again(plan, cfg, records, watch, since)
+        records = examine_bad_again(plan, cfg, records, watch, since)
         write_report_or_warn(records, cfg, plan)
         refuse_bad_records(records, cfg.data)
     return records
 
 
-def look_again(plan: Plan, cfg: Config, records: Records, watch: Watch, since: str) -> Records:
+def examine_bad_again(plan: Plan, cfg: Config, records: Records, watch: Watch, since: str) -> Records:
     """Examine the bad records again, because the user may have fixed their files, and return the dataset as it is now.
     If the result cannot be written, log a warning and return `records` unchanged. `since`: what `last_look` returned
     before `records` were opened; if it has changed, another process has examined them again already."""
@@ -82,7 +82,9 @@ def describe_same_files(records: Records) -> str:
     for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
     sentences = [
-        f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1
+        f"sources {' and '.join(names_of_file)} are the same file, {path}"
+        for path, names_of_file in names.items()
+        if len(names_of_file) > 1
     ]
     return "; ".join(sentences)
 
@@ -137,6 +139,6 @@ def refusal(records: Records, kinds: list[Kind], what: str, how: str, report: Pa
     total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.num_wrong
     lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
     lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]
-    reasons = (row["reason"] for row in records.index.rows() if row["kind"] in kinds)
+    reasons = (row["reason"] for row in records.index.problems() if row["kind"] in kinds)
     lines += [reason for reason, _ in zip(reasons, range(SHOWN), strict=False)]
     return "\n".join([*lines, f"All of them are in {report}; {how}"])

@@ -203,12 +203,14 @@ class ReadRecords(DatasetPass):
                 continue
             at = number - numbers.start
             hashes[at] = id_hash(record.id) if record.has_id else 0
-            words[at], pictures[at] = record.signed_words, len(record.images)
+            words[at], pictures[at] = record.llava_length, len(record.images)
             names += [name.encode() for name in record.images]
             count_keys(unread, dict.fromkeys(record.unread_keys, 1))
             check_pictures_named(record, found.teller_of(number, record.known_id))
-            if record.not_obeyed is not None:
-                found.teller_of(number, record.known_id)(Kind.key_not_obeyed, f"{record.where}: {record.not_obeyed}")
+            if record.key_not_obeyed is not None:
+                found.teller_of(number, record.known_id)(
+                    Kind.key_not_obeyed, f"{record.where}: {record.key_not_obeyed}"
+                )
         return {
             "id_hash": hashes,
             "digest": digests,
@@ -301,10 +303,10 @@ class ExaminePictures(DatasetPass):
         key = super().key_of(numbers)
         if self.how is not Examine.sample:
             return key
-        begin, end = self.rows_of(numbers)
+        begin, end = self.image_range(numbers)
         return f"{key}-{xxh3_64_hexdigest((self.sample.decoded_between(begin, end) - begin).tobytes())}"
 
-    def rows_of(self, numbers: range) -> tuple[int, int]:
+    def image_range(self, numbers: range) -> tuple[int, int]:
         """Return the range [begin, end) of the images of consecutive records."""
         return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
 
@@ -312,7 +314,7 @@ class ExaminePictures(DatasetPass):
         """Examine the images of some records. Return columns with sizes and checksums, one value for each image;
         `found` gets the problems. Sizes that the records give (`sized_by_records`) are filled in first; then the images
         that are to be opened are examined, each file once."""
-        begin, end = self.rows_of(numbers)
+        begin, end = self.image_range(numbers)
         kinds = {"width": np.int32, "height": np.int32, "stored_height": np.int32, "digest": np.uint64}
         if self.sampling is not None:
             kinds |= {"frames": np.int32, "rate": np.float64}
@@ -321,20 +323,20 @@ class ExaminePictures(DatasetPass):
             for number, record in self.records(numbers):
                 first = int(self.names.first[number]) - begin
                 sizes = sizes_of(number, record, self.store, self.sized_by_records)
-                for row, (width, height) in enumerate(sizes, first):
-                    columns["width"][row] = width
-                    columns["height"][row] = columns["stored_height"][row] = height
+                for place, (width, height) in enumerate(sizes, first):
+                    columns["width"][place] = width
+                    columns["height"][place] = columns["stored_height"][place] = height
         decoded = self.decoded_images(begin, end)  # numbers of the images to decode; of others only the head is read
         examined: dict[ExaminedImage, ImageFacts | ImageProblem] = {}
         opened = self.records_to_open(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
-                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.bytes_to_fetch, decoded, examined))
+                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.part_to_fetch, decoded, examined))
             names = self.names.names_of(number)
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
-            for row, name in enumerate(names, int(self.names.first[number])):
-                folder, full = self.store.locate(number)[0].images, row in decoded
+            for image, name in enumerate(names, int(self.names.first[number])):
+                folder, full = self.store.locate(number)[0].images, image in decoded
                 if not (self.opens_all or full):
                     continue
                 key = folder, name, full
@@ -349,7 +351,7 @@ class ExaminePictures(DatasetPass):
                     found.teller_of(number, record.known_id)(facts.kind, reason)
                     facts = ImageFacts(0, 0, 0)
                 for column, values in columns.items():
-                    values[row - begin] = getattr(facts, column)
+                    values[image - begin] = getattr(facts, column)
         return columns
 
     def decoded_images(self, begin: int, end: int) -> Collection[int]:
@@ -363,11 +365,11 @@ class ExaminePictures(DatasetPass):
         records of the images to decode (`decoded`, image numbers), found without a loop over all records."""
         if self.opens_all:
             return numbers
-        rows = np.array(sorted(decoded), dtype=np.int64)
-        first = self.names.first[numbers.start : numbers.stop + 1]  # number of each record's first image
-        return (np.unique(np.searchsorted(first, rows, side="right")) - 1 + numbers.start).tolist()
+        image_numbers = np.array(sorted(decoded), dtype=np.int64)
+        first_images = self.names.first[numbers.start : numbers.stop + 1]
+        return (np.unique(np.searchsorted(first_images, image_numbers, side="right")) - 1 + numbers.start).tolist()
 
-    def bytes_to_fetch(
+    def part_to_fetch(
         self,
         decoded_images: Collection[int],
         examined: Collection[ExaminedImage],
@@ -384,8 +386,8 @@ class ExaminePictures(DatasetPass):
             number, name: number of the record, and name of the image in it.
             location: where the whole image is.
         """
-        rows = range(*self.rows_of(range(number, number + 1)))
-        is_decoded = rows[self.names.names_of(number).index(name)] in decoded_images
+        image_numbers = range(*self.image_range(range(number, number + 1)))
+        is_decoded = image_numbers[self.names.names_of(number).index(name)] in decoded_images
         if (self.store.locate(number)[0].images, name, is_decoded) in examined:
             return None
         if is_decoded:
@@ -453,7 +455,9 @@ class PictureNames:
     """Reads the names (paths) of the images of records from the index."""
 
     def __init__(self, records: Path):
-        self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
+        self.first = open_column(records, "first_picture")
+        """Number of each record's first image."""
+        self.end = open_column(records, "name_end")
         self.names = open_column(records, "names")
 
     def names_of(self, number: int) -> list[str]:
@@ -468,6 +472,7 @@ class PictureSizes:
     def __init__(self, records: Path, pictures: Path):
         """Open the columns with sizes. `records`, `pictures`: folders that ReadRecords and ExaminePictures wrote."""
         self.first = open_column(records, "first_picture")
+        """Number of each record's first image."""
         names = ("width", "height", "stored_height")
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
         has_videos = (pictures / "frames.npy").is_file()

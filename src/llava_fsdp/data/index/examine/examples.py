@@ -186,6 +186,6 @@ def show_images(
     tiles_of_all = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
     # the more tiles there are, the smaller are their thumbnails
     side = next(side for most, side in SIDES.items() if tiles_of_all <= most)
-    shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
+    shown = [tile_thumbnail(tile, side) for tile in tiles[:TILES]]
     note = f"{len(tiles) - TILES} more are not shown." if len(tiles) > TILES else ""
     return Images(title, shown_file, count, tile, shown, note, side)

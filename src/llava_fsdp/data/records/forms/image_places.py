@@ -23,9 +23,9 @@ def given_sizes(raw: Any, count: int) -> list[tuple[int, int]] | None:
     for key in SIZE_KEYS:
         value = raw.get(key)
         values = value if isinstance(value, list) else [value]
-        if len(values) != count or not all(is_side(own) for own in values):
+        if len(values) != count or not all(is_side(value) for value in values):
             return None
-        columns.append([int(own) for own in values])
+        columns.append([int(value) for value in values])
     return list(zip(*columns, strict=True))
 
 

@@ -61,10 +61,14 @@ def read_messages(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
     `reader` makes the errors, and notes keys that cannot be obeyed."""
     if not isinstance(raw, list):
         raise reader.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
-    made = [turn for number, own in enumerate(raw) for turn in read_message(reader, f"turn {number}", own, f"{key}[].")]
+    made = [
+        turn
+        for number, message in enumerate(raw)
+        for turn in read_message(reader, f"turn {number}", message, f"{key}[].")
+    ]
     if all(turn.role != "tool" and not turn.calls for turn in made):
         return made
-    return linked_results(joined_calls(made, reader.bad, reader.note_not_obeyed), reader.turn_error)
+    return linked_results(joined_calls(made, reader.bad, reader.note_key_not_obeyed), reader.turn_error)
 
 
 def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> list[Turn]:
@@ -86,7 +90,7 @@ def read_message(reader: RecordReader, what: str, raw: Any, form: str = "") -> l
     # an answer may have calls, but no list of tools; other messages have neither
     reader.refuse_tools(what, fields, RECORD_TOOLS if role == "gpt" else TOOL_KEYS)
     # the key of the message's text, beside the key of its speaker
-    texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
+    texts = [key for pair in TURN_KEYS if all(fields.get(field) is not None for field in pair) for key in pair[1:]]
     thought = reader.thought_of(what, fields) if is_answer else None
     calls = calls_of(reader, what, fields) if role == "gpt" else ()
     is_bare = not texts and bool(calls or thought is not None)  # an answer may have no text beside its calls
@@ -125,21 +129,23 @@ def read_content(reader: RecordReader, what: str, content: list[Any], turn: Turn
     texts, thoughts, results = list[str](), list[str](), list[Turn]()
     calls = list(turn.calls)
     for number, part in enumerate(content):
-        own, kind = f"{what}, part {number}", part.get("type") if isinstance(part, dict) else None
+        part_name, kind = f"{what}, part {number}", part.get("type") if isinstance(part, dict) else None
         if kind == HIDDEN_PART:
-            raise reader.bad(own, kind, "a thought that can be read, as an encrypted one cannot be learnt or shown")
+            raise reader.bad(
+                part_name, kind, "a thought that can be read, as an encrypted one cannot be learnt or shown"
+            )
         if kind == RESULT_PART and turn.role == "human":
             if texts:
-                raise reader.bad(own, kind, "before the other parts of its message")
-            results.append(read_result(reader, own, part, form))
+                raise reader.bad(part_name, kind, "before the other parts of its message")
+            results.append(read_result(reader, part_name, part, form))
         elif kind in (*THOUGHT_PARTS, CALL_PART) and turn.role == "gpt":
-            reader.note_part_weights(own, reader.note_keys(own, part, AGENT_PART_KEYS, form))
+            reader.note_part_weights(part_name, reader.note_keys(part_name, part, AGENT_PART_KEYS, form))
             if kind == CALL_PART:
-                calls.append(read_call(own, part, reader.bad, reader.is_table))
+                calls.append(read_call(part_name, part, reader.bad, reader.is_table))
             else:
-                thoughts.append(reader.text(own, part.get(kind) or part.get("text") or ""))
+                thoughts.append(reader.text(part_name, part.get(kind) or part.get("text") or ""))
         else:
-            texts.append(read_part(reader, own, part, form=form, is_answer=turn.role == "gpt"))
+            texts.append(read_part(reader, part_name, part, form=form, is_answer=turn.role == "gpt"))
     if results and not texts:
         return results
     thought = "".join(thoughts) if "".join(thoughts).strip() else None
@@ -156,7 +162,7 @@ def read_result(reader: RecordReader, what: str, raw: dict[str, Any], form: str)
     reader.note_keys(what, raw, AGENT_PART_KEYS, form, is_answer=False)
     content, parts = raw.get("content"), None
     if isinstance(content, list):
-        parts = tuple(read_part(reader, f"{what}, part {number}", own, form) for number, own in enumerate(content))
+        parts = tuple(read_part(reader, f"{what}, part {number}", part, form) for number, part in enumerate(content))
         content = "".join(parts)
     text = reader.text(what, "" if content is None else content)
     identity = read_id(what, raw.get("tool_use_id"), reader.bad)
@@ -169,7 +175,7 @@ def calls_of(reader: RecordReader, what: str, raw: dict[str, Any]) -> tuple[Call
     given = [key for key in TURN_CALLS if not has_no_tools(raw.get(key))]
     if len(given) > 1:
         raise reader.bad(what, raw, f"an answer with one of {' and '.join(given)}")
-    return tuple(own for key in given for own in read_calls(f"{what}, {key}", raw[key], reader.bad, reader.is_table))
+    return tuple(call for key in given for call in read_calls(f"{what}, {key}", raw[key], reader.bad, reader.is_table))
 
 
 def read_part(reader: RecordReader, what: str, raw: Any, form: str = "", is_answer: bool = False) -> str:

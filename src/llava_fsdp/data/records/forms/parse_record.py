@@ -172,7 +172,7 @@ def parse_record(
     return Record(
         str(path), index, str(index) if identity is None else identity, names, parsed, has_image_key,
         has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed),
-        not_obeyed=reader.not_obeyed, weights_not_obeyed=reader.weights_not_obeyed,
+        key_not_obeyed=reader.key_not_obeyed, weights_not_obeyed=reader.weights_not_obeyed,
         unread_keys=tuple(reader.unread_keys), tools=read_tools(raw, reader.bad), inline=reader.inline,
         rejected=rejected,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def with_weights(reader: RecordReader, turns: list[Turn], weights: AnswerWeights
     """Multiply the weights of all answers by that of the record. `weights`: what the record says beside its turns.
     Weights for ranges of characters (`spans`) are left out, as their answer is not known; a note says so."""
     if weights.spans is not None:
-        reader.note_not_obeyed(f"the record has a train_detail beside its answers; {REASONS[KeyMeaning.spans]}")
+        reader.note_key_not_obeyed(f"the record has a train_detail beside its answers; {REASONS[KeyMeaning.spans]}")
     if weights.whole == FULL_WEIGHT:
         return turns
     return [
@@ -203,7 +203,7 @@ def with_thought(reader: RecordReader, raw: dict[str, Any], turns: list[Turn]) -
     if others or turns[place].thought not in (None, thought):
         key = next(key for key in raw if is_thought(key, raw[key]) and not says_nothing(raw[key]))
         many = f"the record has the key {shown(key)} for {len(answers)} answers"
-        reader.not_obeyed = reader.not_obeyed or f"{many}; {OF_ANSWERS}"
+        reader.key_not_obeyed = reader.key_not_obeyed or f"{many}; {OF_ANSWERS}"
         return turns
     return [replace(turn, thought=thought) if number == place else turn for number, turn in enumerate(turns)]
 

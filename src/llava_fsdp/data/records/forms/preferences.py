@@ -63,12 +63,12 @@ def best_and_worst(reader: RecordReader, rated: Any) -> tuple[Any, Any]:
         columns = ("response", "annotations")
         # tables may have an object of lists in place of a list of objects
         rows = zip(*(rated[key] for key in columns), strict=True) if isinstance(rated, dict) else (
-            tuple(own[key] for key in columns) for own in rated
+            tuple(rating[key] for key in columns) for rating in rated
         )  # fmt: skip
-        means = [(mean([float(own["Rating"]) for own in ratings.values()]), answer) for answer, ratings in rows]
+        means = [(mean([float(rating["Rating"]) for rating in ratings.values()]), answer) for answer, ratings in rows]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise reader.bad(RATED, rated, "objects with response, and annotations that each have a Rating") from error
-    best, worst = (choose(means, key=lambda own: own[0]) for choose in (max, min))
+    best, worst = (choose(means, key=lambda mean_and_answer: mean_and_answer[0]) for choose in (max, min))
     if best[0] == worst[0]:
         raise reader.bad(RATED, rated, "answers with different mean ratings")
     return best[1], worst[1]

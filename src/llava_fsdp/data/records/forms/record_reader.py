@@ -72,7 +72,7 @@ class RecordReader:
     """Names of the images and videos in the parts of turns."""
     unread: str | None = None
     """Description of the first media that are not read."""
-    not_obeyed: str | None = None
+    key_not_obeyed: str | None = None
     """Description of the first key that says what is learnt and cannot be obeyed."""
     weights_not_obeyed: str | None = None
     """Description of the first weight that cannot be obeyed."""
@@ -122,9 +122,9 @@ class RecordReader:
             # the key says whether, or how much, an answer is learnt
             if meaning in REASONS:
                 # None if the key is of a kind that is not read for a question
-                own = self.weights_under(what, key, value, is_answer)
-                if own is not None:
-                    weights = replace(weights.times(own.whole), spans=weights.spans or own.spans)
+                weights_here = self.weights_under(what, key, value, is_answer)
+                if weights_here is not None:
+                    weights = replace(weights.times(weights_here.whole), spans=weights.spans or weights_here.spans)
                     continue
             name = f"{form}{key[:MOST_LETTERS]}"
             if name not in self.unread_keys and len(self.unread_keys) < MOST_KEYS:
@@ -141,38 +141,38 @@ class RecordReader:
         """
         meaning, said = meaning_of(key[:MOST_LETTERS]), f"{what} has the key {shown(key)}, {shown(value)}"
         try:
-            own = read_weights(key, value)
+            weights = read_weights(key, value)
         except ValueError as error:
             if is_answer:
-                self.note_not_obeyed(f"{said}; {error}", meaning)
-            own = AnswerWeights()
-        if is_answer or not own.whole:  # a weight of 0 agrees with a question, which is not learnt
-            return own
+                self.note_key_not_obeyed(f"{said}; {error}", meaning)
+            weights = AnswerWeights()
+        if is_answer or not weights.whole:  # a weight of 0 agrees with a question, which is not learnt
+            return weights
         if meaning in (KeyMeaning.learnt, KeyMeaning.spans):
-            self.note_not_obeyed(f"{said}; {WEIGHTS_OF_QUESTION}", meaning)
-            return own
+            self.note_key_not_obeyed(f"{said}; {WEIGHTS_OF_QUESTION}", meaning)
+            return weights
         return None
 
-    def note_not_obeyed(self, why: str, meaning: KeyMeaning = KeyMeaning.learnt) -> None:
+    def note_key_not_obeyed(self, why: str, meaning: KeyMeaning = KeyMeaning.learnt) -> None:
         """Note that training cannot do what a key of the record demands, and `why`; only the first is kept. Keys for
         loss weights (with a `meaning` in WEIGHTS), which `data.weights=ignore` ignores, are noted apart."""
         if meaning in WEIGHTS:
             self.weights_not_obeyed = self.weights_not_obeyed or why
         else:
-            self.not_obeyed = self.not_obeyed or why
+            self.key_not_obeyed = self.key_not_obeyed or why
 
     def weighted(self, what: str, turn: Turn, weights: AnswerWeights) -> Turn:
         """Return an answer with the weights of its labels. If they are of characters beyond the end of its text, note
         that they cannot be obeyed."""
         if weights.spans and weights.spans[-1][1] > len(turn.text):
             why = f"{what} has a train_detail to character {weights.spans[-1][1] - 1} and {len(turn.text)} characters"
-            self.note_not_obeyed(f"{why}; {REASONS[KeyMeaning.spans]}")
+            self.note_key_not_obeyed(f"{why}; {REASONS[KeyMeaning.spans]}")
         return turn.weighted(weights)
 
     def note_part_weights(self, what: str, weights: AnswerWeights) -> None:
         """Note that a part of an answer has its own weights, which cannot be obeyed; nothing if all weights are 1."""
         if weights != AnswerWeights():
-            self.note_not_obeyed(f"{what} has a weight of its own; {REASONS[KeyMeaning.spans]}")
+            self.note_key_not_obeyed(f"{what} has a weight of its own; {REASONS[KeyMeaning.spans]}")
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
         """Return the name of an image: its path or, for an image that is embedded in the record, a name made from its
@@ -266,7 +266,7 @@ class RecordReader:
 
     def refuse_tools(self, what: str, raw: dict[str, Any], keys: Iterable[str] = TOOL_KEYS) -> None:
         """Raise DataError if a record or message has a value under a key for tools, or their calls, not read there."""
-        called = next((own for own in keys if own in raw and not has_no_tools(raw[own])), None)
+        called = next((key for key in keys if key in raw and not has_no_tools(raw[key])), None)
         if called is not None:
             raise DataError(
                 f"{self.where}: {what} has {called}, which is read of answers (calls) and of records (tools) alone; "
@@ -286,7 +286,7 @@ class RecordReader:
         for key in keys:
             value = raw.get(key)
             if value is not None and (key == main or not is_empty(value)):
-                found[key] = [read(key, own) for own in (value if isinstance(value, list) else [value])]
+                found[key] = [read(key, item) for item in (value if isinstance(value, list) else [value])]
         return found
 
 

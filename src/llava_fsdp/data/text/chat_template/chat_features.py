@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from llava_fsdp.data.records.record import Call
-from llava_fsdp.data.text.chat_template.chat_layout import MARK, NO_END, Unfit, answer_end, shared
+from llava_fsdp.data.text.chat_template.chat_layout import MARK, NO_END, Unfit, answer_end, common_prefix_length
 from llava_fsdp.data.text.chat_template.message_parts import TEXT, Message, MessageForm
 from llava_fsdp.data.text.tokens.tokenizer import Tokenizer
 
@@ -122,7 +122,7 @@ def attempt(
 
 def rest_of(text: str, other: str) -> str:
     """Return what follows in a text after the beginning that it has in common with another one."""
-    return text[shared(text, other) :]
+    return text[common_prefix_length(text, other) :]
 
 
 def find_form(template: Renders) -> MessageForm:
@@ -137,20 +137,20 @@ def find_form(template: Renders) -> MessageForm:
     calls = said("gpt", "", calls=(CALL,))
     form = plain
     for as_text in (False, True):
-        own = replace(plain, text_arguments=as_text)
-        text = attempt(template, [asked, calls], False, own, [TOOL])
+        with_arguments = replace(plain, text_arguments=as_text)
+        text = attempt(template, [asked, calls], False, with_arguments, [TOOL])
         # a template that takes JSON text writes an object as Python does, with single quotes: then try JSON text
         if PLACE in text and (as_text or "{'" not in text.partition(PLACE)[0][-40:]):
-            form = own
+            form = with_arguments
             break
     for key in THOUGHT_KEYS:
-        own = replace(form, thought=key)
+        with_thought = replace(form, thought=key)
         texts = (
-            attempt(template, [asked, thinks], False, own),
-            attempt(template, [asked, replace(calls, thought=THOUGHT)], False, own, [TOOL]),
+            attempt(template, [asked, thinks], False, with_thought),
+            attempt(template, [asked, replace(calls, thought=THOUGHT)], False, with_thought, [TOOL]),
         )
         if any(THOUGHT in text for text in texts):
-            return own
+            return with_thought
     return form
 
 
@@ -209,7 +209,7 @@ def find_keeping(template: Renders, form: MessageForm) -> tuple[str, bool] | Non
     turns = [said("human", ASKED), said("gpt", SAID, thought=THOUGHT), said("human", NEXT)]
     for name, value in KEEP.items():
         if name in template.code and form.thought is not None:
-            texts = [attempt(template, turns, True, form, (), **{name: own}) for own in (value, not value)]
+            texts = [attempt(template, turns, True, form, (), **{name: setting}) for setting in (value, not value)]
             if THOUGHT in texts[0] and THOUGHT not in texts[1]:
                 return name, value
     return None

@@ -58,9 +58,9 @@ class Frame:
     """Text that a chat template writes before, between or after the texts of a conversation."""
 
     text: str
-    end: int = 0
+    ends_answer: int = 0
     """Number of characters at the beginning of `text` that end an answer; they have labels, like the answer."""
-    before: int = 0
+    precedes_answer: int = 0
     """Number of characters at the end of `text` that are between the prompt for generation and an answer; they have
     labels, like the answer."""
 
@@ -104,7 +104,7 @@ class Form(Protocol):
     @property
     def placeholders(self) -> dict[str, str]: ...
     def layout(self, shape: str, has_labels: bool = True) -> Layout: ...
-    def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]: ...
+    def order_and_frames(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]: ...
 
 
 def answer_end(last: str, earlier: str, tokenizer: Tokenizer) -> str:
@@ -131,21 +131,21 @@ def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
     """Return the layout of conversations of one shape, such as `hg` (a question and its answer). It consists of frames,
     the texts that the template writes around the texts of the turns, and slots, where these stand. It is found by
     rendering marker texts in place of the texts. Without `has_labels`, no text has labels."""
-    order, frames = form.marked(shape)  # numbers of the texts as the template orders them, and its own texts
+    order, frames = form.order_and_frames(shape)  # numbers of the texts as the template orders them, and its own texts
     # with white space before or after each text, to find out what of it the template strips
-    _, lefts = form.marked(shape, before=LEFT)
-    _, rights = form.marked(shape, after=RIGHT)
+    _, lefts = form.order_and_frames(shape, before=LEFT)
+    _, rights = form.order_and_frames(shape, after=RIGHT)
     turns = parse_shape(shape)
-    owners = [turn for turn, own in enumerate(turns) for _ in range(own.kinds.count(TEXT))]
+    owners = [turn for turn, message in enumerate(turns) for _ in range(message.kinds.count(TEXT))]
     # what follows a text is reversed, because `stripped` compares the ends of its arguments
     slots = tuple(
         Slot(
             number,
             owners[number],
-            stripped(before, own, LEFT, str.lstrip),
+            stripped(before, frame, LEFT, str.lstrip),
             stripped(behind[::-1], after[::-1], RIGHT, str.rstrip),
         )
-        for number, before, own, behind, after in zip(order, lefts, frames, rights[1:], frames[1:], strict=False)
+        for number, before, frame, behind, after in zip(order, lefts, frames, rights[1:], frames[1:], strict=False)
     )
     for kind, called in ((IMAGE, "images"), (VIDEO, "videos")):
         wanted = sum(turn.kinds.count(kind) for turn in turns)
@@ -184,7 +184,7 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
             alone_layout = form.layout(shape_of(turns[: turn + 1]))
             alone = alone_layout.until_answer([frame.text for frame in alone_layout.frames]) + form.stop
             answers[turn] = whole.startswith(alone)
-            sizes[turn] = alone_layout.frames[-2].before
+            sizes[turn] = alone_layout.frames[-2].precedes_answer
             shown = alone_layout.shown
             is_spaced = shown is not None and whole.startswith(alone_layout.until_answer(shown) + form.stop)
             if not answers[turn] and not is_spaced:
@@ -230,12 +230,12 @@ def after_prompt(
 
 def difference(wanted: str, found: str) -> str:
     """Return words that say where two texts first differ, without the markers in them."""
-    same = shared(wanted, found)
+    same = common_prefix_length(wanted, found)
     parts = [MARKS.sub("...", text[same:])[:SHOWN] for text in (wanted, found)]
     return f"{parts[0]!r} where the conversation has {parts[1]!r}"
 
 
-def shared(one: str, other: str) -> int:
+def common_prefix_length(one: str, other: str) -> int:
     """Return the length of the longest common beginning of two texts."""
     same, most = 0, min(len(one), len(other))
     while same < most:

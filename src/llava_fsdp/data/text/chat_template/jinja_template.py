@@ -165,9 +165,9 @@ class ChatTemplate:
     def _stop(self) -> str:
         """The text that ends an answer, by the layout of plain conversations (see `answer_end`). Raises Unfit if
         the template writes no such text."""
-        _, frames = self.marked("hg")  # the template's texts around a question and an answer
+        _, frames = self.order_and_frames("hg")  # the template's texts around a question and an answer
         try:
-            _, longer = self.marked("hghg")
+            _, longer = self.order_and_frames("hghg")
             earlier = longer[2]  # the text between the first answer and the second question
         except Unfit:
             earlier = ""
@@ -177,24 +177,23 @@ class ChatTemplate:
         return end
 
     @cached_property
-    def begin(self) -> str:
+    def text_before_answer(self) -> str:
         """The text that a model writes before every answer, such as an empty thought; "" if it is white space."""
         try:
             frame = self.layout("hg").frames[-2]  # the template's text before the answer
         except Unfit:
             return ""
-        # `before`: number of its last characters, which come behind the prompt: the model writes them
-        between = frame.text[len(frame.text) - frame.before :]
+        # its last characters come behind the prompt: the model writes them
+        between = frame.text[len(frame.text) - frame.precedes_answer :]
         return between if between.strip() else ""
 
     @cached_property
     def writes_empty_thought(self) -> bool:
         """Whether the template writes an empty thought, such as `<think></think>`, before an answer that has none."""
         try:
-            own = self.features
-            empty = "".join(f"{own.thought_begin}{own.thought_end}".split())
-            # `self.begin` is what the template writes before the text of an answer without a thought
-            return bool(own.thought_begin.strip()) and "".join(self.begin.split()) == empty
+            features = self.features
+            empty = "".join(f"{features.thought_begin}{features.thought_end}".split())
+            return bool(features.thought_begin.strip()) and "".join(self.text_before_answer.split()) == empty
         except Unfit:  # the template's features cannot be found out
             return False
 
@@ -203,11 +202,13 @@ class ChatTemplate:
         """The texts that a model writes before and after the thought of an answer. Both are empty if it writes no
         thoughts, as when the template's variable for them (`switch`) is false; the first also if the prompt has it."""
         try:
-            own = self.features
+            features = self.features
         except Unfit:  # the template's features cannot be found out
             return "", ""
         return (
-            ("", "") if own.switch and self.variables.get(own.switch) is False else (own.thought_begin, own.thought_end)
+            ("", "")
+            if features.switch and self.variables.get(features.switch) is False
+            else (features.thought_begin, features.thought_end)
         )
 
     def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[ChatPiece]:
@@ -238,8 +239,8 @@ class ChatTemplate:
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
         """Yield the text of a conversation in pieces: texts of the template (frames), texts of turns, and images. The
-        first `frame.end` characters of a frame end an answer, and the last `frame.before` characters are what a model
-        writes before the text of the next answer; both have labels.
+        first `ends_answer` characters of a frame end an answer, and the last `precedes_answer` characters are what a
+        model writes before the text of the next answer; both have labels.
 
         Args:
             layout: the frames, the turns (slots) between them, and which answers have labels (turn -> bool).
@@ -261,16 +262,16 @@ class ChatTemplate:
 
         answer = None  # the turn of the text before, if that is an answer: the frame begins with what ends it
         for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):  # there is one more frame
-            before = len(frame.text) - frame.before
-            yield from pieces(frame.text[: frame.end], True, answer)
-            yield from pieces(frame.text[frame.end : before], False)
+            before = len(frame.text) - frame.precedes_answer
+            yield from pieces(frame.text[: frame.ends_answer], True, answer)
+            yield from pieces(frame.text[frame.ends_answer : before], False)
             answer = slot.turn if slot.turn in layout.answers else None
             if answer is not None:
                 yield ChatPiece(frame.text[before:], True, begins_answer=True, answer=answer)
             yield ChatPiece(text, layout.answers.get(slot.turn, False), slot.turn, answer=answer)
         last = layout.frames[-1]
-        yield from pieces(last.text[: last.end], True, answer)
-        yield from pieces(last.text[last.end :], False)
+        yield from pieces(last.text[: last.ends_answer], True, answer)
+        yield from pieces(last.text[last.ends_answer :], False)
 
     @cached_property
     def features(self) -> Features:
@@ -298,7 +299,7 @@ class ChatTemplate:
             raise Unfit(found)
         return found
 
-    def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
+    def order_and_frames(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
         """Render a conversation of the form `shape`, such as `hg` (a question and an answer), in which each text is a
         numbered marker with `before` and `after` around it. Return the order in which the template writes the texts
         (their numbers), and its own text before, between and after them. Raise Unfit if one is not written once."""
@@ -457,11 +458,11 @@ def unfit(chat_template: ChatTemplate) -> str | None:
     except Unfit as reason:
         # a template that takes too much time or memory (BREAKS) is not tried again; others may still be usable by
         # writing each answer with its prompt apart
-        return None if BREAKS not in str(reason) and teaches(chat_template) else str(reason)
+        return None if BREAKS not in str(reason) and can_train_answer_by_answer(chat_template) else str(reason)
     return None
 
 
-def teaches(chat_template: ChatTemplate) -> bool:
+def can_train_answer_by_answer(chat_template: ChatTemplate) -> bool:
     """Return whether a template can be trained with although no fixed frames around the texts of a conversation (a
     layout) are found in it: by writing each answer with its prompt apart (`Asked.target`). It is enough if it can do so
     for an answer with a thought, or for one without."""

@@ -125,7 +125,7 @@ def shape_of(messages: Iterable[Message | TurnShape]) -> str:
     """Return the shape of a conversation: for each message a letter (`s`: system, `h`: question, `g`: answer, `u`:
     answer without labels) and, unless it is one text, the kinds of its parts, such as `hitghg` if only the first
     question has an image."""
-    letters = {own: letter for letter, own in LETTERS.items()}
+    letters = {placeholder: letter for letter, placeholder in LETTERS.items()}
     return "".join(
         letters[m.role, m.learnt or m.role != "gpt"] + (m.kinds if m.kinds != TEXT else "") for m in messages
     )

@@ -45,7 +45,7 @@ def find_file(folder: Path) -> tuple[Path, str] | None:
         if path.is_file():
             code = read_text(path) if path.suffix == ".jinja" else read_optional(path).get("chat_template")
         if isinstance(code, list):
-            code = next((own["template"] for own in code if own.get("name") == "default"), None)
+            code = next((entry["template"] for entry in code if entry.get("name") == "default"), None)
         if isinstance(code, str) and code:
             return path, code
     return None

@@ -172,8 +172,8 @@ class AnswerText:
             thought: the texts before and after a thought. A thought before the answer is not returned with the answer.
         """
         self._thought = ThoughtText(tokenizer, thought[0].strip(), thought[1].strip())
-        own = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
-        self._begin = [token.id for token in own]
+        tokens = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
+        self._begin = [token.id for token in tokens]
         self._generated: list[int] = []
         self.tokenizer = tokenizer
         self.stop = stop

@@ -89,7 +89,9 @@ class Tokenizer(ABC):
             before = [token.id for token in self.encode(lead, [])]
             if [token.id for token in tokens[: len(before)]] == before:
                 rest = tokens[len(before) :]
-                return [Token(own.id, max(own.begin - len(lead), 0), max(own.end - len(lead), 0)) for own in rest]
+                return [
+                    Token(token.id, max(token.begin - len(lead), 0), max(token.end - len(lead), 0)) for token in rest
+                ]
         return self.encode(text, special)
 
     @abstractmethod
@@ -286,9 +288,9 @@ class JsonTokenizer(Tokenizer):
         `special`: ranges of characters that are read as special tokens or stand for images."""
         # index behind an image at the beginning, else 0: a range that is no special token stands for an image
         begin = special[0][1] if special and special[0][0] == 0 and text[: special[0][1]] not in self._special else 0
-        part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
+        part, special_here = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
         # if this class must put the first space, or the library would read other special tokens than these
-        if self._prefixes or own != self.find_special(part):
+        if self._prefixes or special_here != self.find_special(part):
             return super().ids_of(text, special)
         return [token.id for token in self._encode(self._rest if begin else self._fast, part)]
 
@@ -304,13 +306,15 @@ class JsonTokenizer(Tokenizer):
         begin = 0
         for end, after in [*images, (len(text), len(text))]:
             part = text[begin:end]
-            own = [(a - begin, b - begin) for a, b in special if begin <= a and b <= end and (a, b) != (end, after)]
+            special_here = [
+                (a - begin, b - begin) for a, b in special if begin <= a and b <= end and (a, b) != (end, after)
+            ]
             if not part:
                 pass
             elif begin == 0:  # the space is put here
-                tokens += self.encode(part, own)
-            elif own != self.find_special(part):  # some special tokens are read as text
-                made = self._encode_between(part, own, is_first=False)
+                tokens += self.encode(part, special_here)
+            elif special_here != self.find_special(part):  # some special tokens are read as text
+                made = self._encode_between(part, special_here, is_first=False)
                 tokens += [Token(token.id, token.begin + begin, token.end + begin) for token in made]
             else:
                 tokens += self._encode(self._rest, part.replace(SPACE, " ") if self._prefixes else part, begin)
@@ -395,7 +399,7 @@ def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]
     ]
 
 
-def without_prefix(path: Path) -> bytes:
+def model_without_dummy_prefix(path: Path) -> bytes:
     """Return the content of a Llama `tokenizer.model`, changed so that SentencePiece puts no space before a text; the
     caller puts it where it belongs. Raise ModelError if the file is not a SentencePiece model, or has no such space and
     so is not that of a Llama tokenizer."""
@@ -448,12 +452,12 @@ class LlamaTokenizer(Tokenizer):
         """
         try:
             # SentencePiece's own space before each text is switched off: this class puts it there
-            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model_without_dummy_prefix(path))
         except RuntimeError as error:
             raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error
         self.legacy = is_legacy(config)
-        own = self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id()
-        self._special = {self._pieces.id_to_piece(i): i for i in own if i >= 0} | added
+        special_ids = self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id()
+        self._special = {self._pieces.id_to_piece(i): i for i in special_ids if i >= 0} | added
         for token in extra:
             self._special.setdefault(token, self._next_id())
         facts = json.dumps([self.legacy, self._special], sort_keys=True).encode()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llava_fsdp.config import BestBy
@@ -19,7 +19,7 @@ class BestValidation:
     """The step after which it ran; None if there is none."""
     value: float = math.nan
     """Its loss, score, accuracy or margin."""
-    since: int = 0
+    validations_since: int = 0
     """Number of validations after it."""
 
 
@@ -33,8 +33,8 @@ def best_validation(rows: Sequence[Mapping[str, Any]], by: BestBy, kept: Collect
         if counts and isinstance(value, int | float) and math.isfinite(value):
             is_better = value < best.value if by is BestBy.loss else value > best.value
             if best.step is None or is_better:
-                best = BestValidation(int(row["step"]), float(value))
+                best = BestValidation(step=int(row["step"]), value=float(value))
                 continue
-        # `since`, the third field, counts the validations after the best one
-        best = BestValidation(best.step, best.value, best.since + (best.step is not None))
+        if best.step is not None:
+            best = replace(best, validations_since=best.validations_since + 1)
     return best

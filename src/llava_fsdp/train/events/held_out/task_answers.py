@@ -63,9 +63,9 @@ class TaskAnswers:
         self.groups: list[TaskGroup] = []
         steps = held_out.loader.steps
         for task, max_new_tokens, records in on_first_rank(read, "the tasks of lmms-eval cannot be read"):
-            own = replace(cfg, val=replace(val, max_new_tokens=max_new_tokens))
-            questions = [ask(record, steps.encoder, steps.image_reader, own) for record in records]
-            generator = make_generator(replace(held_out, questions=questions), own, UNSCORED)
+            task_cfg = replace(cfg, val=replace(val, max_new_tokens=max_new_tokens))
+            questions = [ask(record, steps.encoder, steps.image_reader, task_cfg) for record in records]
+            generator = make_generator(replace(held_out, questions=questions), task_cfg, UNSCORED)
             self.groups.append(TaskGroup(task, max_new_tokens, generator))
 
     def measure(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import PairNumbers, StepResult, TrainState
 from llava_fsdp.train.sums.pair_step import PairStep
-from llava_fsdp.train.sums.pair_sums import joined, numbers_by_source
+from llava_fsdp.train.sums.pair_sums import means_of_all_sources, numbers_by_source
 from llava_fsdp.train.sums.source_sums import sum_over_ranks
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
@@ -100,8 +100,8 @@ class Validation(RunEvents):
         self.rows = RowWriter(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
 
-        def make_generator(asked: HeldOut, own: Config, metric: AnswerMetric) -> AnswerGenerator:
-            return AnswerGenerator(model, asked, own, watchdog.wants_stop, self.pause, metric)
+        def make_generator(asked: HeldOut, task_cfg: Config, metric: AnswerMetric) -> AnswerGenerator:
+            return AnswerGenerator(model, asked, task_cfg, watchdog.wants_stop, self.pause, metric)
 
         self.generator = make_generator(held_out, cfg, self.metric)
         self.tasks = TaskAnswers(held_out, cfg, make_generator) if cfg.val.tasks else None
@@ -187,11 +187,11 @@ class Validation(RunEvents):
         if best.step is not None:
             self.saved_steps.add(best.step)
         self.events.on_best(best.step)
-        if patience is not None and best.since >= patience and step < self.last_step:
+        if patience is not None and best.validations_since >= patience and step < self.last_step:
             self.state.ends_early = True
             log().info(
                 "the training ends after step %d: in %d validations, %s was not better than after step %s (%.4g); a "
-                "larger val.patience continues it", step, best.since, by.value, best.step, best.value,
+                "larger val.patience continues it", step, best.validations_since, by.value, best.step, best.value,
             )  # fmt: skip
 
     def measure_losses(self) -> list[LossSum]:
@@ -261,7 +261,9 @@ class Validation(RunEvents):
         row["metric"] = self.metric.name if questions else None
         row[MEASURED] = self.measured  # digest of records, encoding and scoring: only equal ones are compared
         if questions and self.metric.name == Metric.exact.value:
-            row["blind_guess"] = blind_guess([own.question for own in questions], [own.reference for own in questions])
+            row["blind_guess"] = blind_guess(
+                [question.question for question in questions], [question.reference for question in questions]
+            )
         row["answers"] = choose_answers(answer_rows, self.cfg.val.shown)
         # answers that `val.max_new_tokens` ended within their reasoning
         cut = sum(answer.is_thought_cut for answer in answers)
@@ -277,8 +279,8 @@ class Validation(RunEvents):
         self.found.append(row)
         self.events.after_validation(row)
         log().info("%s", line_of(row))
-        for task, own in task_scores.items():
-            log().info("task %s: %s, of %s questions", task, scores_text(own), own.get(QUESTIONS))
+        for task, scores_of_task in task_scores.items():
+            log().info("task %s: %s, of %s questions", task, scores_text(scores_of_task), scores_of_task.get(QUESTIONS))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
@@ -287,15 +289,15 @@ def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]]
     """Return the results of a validation as a row of `validation.jsonl`; the caller sets its `metric` and `answers`.
     `losses` and `scores`, one for each answer, are by name of the data source. `seconds`: the validation's duration."""
     total, labels, weight = (
-        sum(getattr(own, name) for own in losses.values()) for name in ("total", "label_tokens", "weight")
+        sum(getattr(loss_sum, name) for loss_sum in losses.values()) for name in ("total", "label_tokens", "weight")
     )
-    all_sources = LossSum(total, labels, weight, joined(own.pairs for own in losses.values()))
+    all_sources = LossSum(total, labels, weight, means_of_all_sources(loss_sum.pairs for loss_sum in losses.values()))
     return {
         "step": step,
         **all_sources.row,
-        "sources": {name: own.row | score_row(scores[name]) for name, own in losses.items()},
+        "sources": {name: loss_sum.row | score_row(scores[name]) for name, loss_sum in losses.items()},
         "metric": None,
-        **score_row([score for own in scores.values() for score in own]),
+        **score_row([score for source_scores in scores.values() for score in source_scores]),
         "seconds": seconds,
         "answers": [],
     }
@@ -313,7 +315,7 @@ def blind_guess(questions: Sequence[str], answers: Sequence[str]) -> float:
     counts: dict[str, Counter[str]] = {}
     for question, answer in zip(questions, answers, strict=True):
         counts.setdefault(question, Counter())[answer.strip().lower()] += 1
-    return sum(max(own.values()) for own in counts.values()) / len(questions)
+    return sum(max(counts_of_answers.values()) for counts_of_answers in counts.values()) / len(questions)
 
 
 def score_row(scores: list[float]) -> dict[str, Any]:
@@ -331,30 +333,32 @@ def answer_row(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
         "answer": answered.text,
         "references": [question.reference],
         "score": answered.score,
-        "picture": next((str(own.absolute()) for own in question.images[:1] if isinstance(own, Path)), None),
+        "picture": next((str(image.absolute()) for image in question.images[:1] if isinstance(image, Path)), None),
     }
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Format a row of `validation.jsonl` as one line of text."""
 
-    def loss(own: dict[str, Any]) -> str:
-        return "none" if own["loss"] is None else f"{own['loss']:.4f}"
+    def loss(source_row: dict[str, Any]) -> str:
+        return "none" if source_row["loss"] is None else f"{source_row['loss']:.4f}"
 
     of = f"{row['label_tokens']:,} label tokens" if "pairs" not in row else f"{row['pairs']:,} pairs"
     text = f"validation after step {row['step']}: loss {loss(row)} of {of}"
     if row.get("accuracy") is not None:
         text += f", {row['accuracy']:.1%} of them the right way round"
     if len(row["sources"]) > 1:
-        text += f" ({', '.join(f'{name} {loss(own)}' for name, own in row['sources'].items())})"
+        text += f" ({', '.join(f'{name} {loss(source_row)}' for name, source_row in row['sources'].items())})"
     if row["score"] is not None:
         kind = TITLES.get(row["metric"], row["metric"])
         text += f", {kind} {row['score']:.1%} of {row['questions']} questions"
         if row.get("blind_guess") is not None:
             text += f" (the best guess without images: {row['blind_guess']:.1%})"
         if len(row["sources"]) > 1:
-            asked = {name: own for name, own in row["sources"].items() if own["questions"]}
-            scores = [f"{name} {own['score']:.1%} of {own['questions']}" for name, own in asked.items()]
+            asked = {name: source_row for name, source_row in row["sources"].items() if source_row["questions"]}
+            scores = [
+                f"{name} {source_row['score']:.1%} of {source_row['questions']}" for name, source_row in asked.items()
+            ]
             text += f" ({', '.join(scores)})"
     return f"{text}, {row['seconds']:.1f} s"
 

@@ -82,7 +82,9 @@ class AnswerGenerator:
         self.stops = find_stops(self.tokenizer, stops, self.language.eos_token_id, folders)
         """Ids of the tokens that end an answer."""
         several = bool(self.questions) and cfg.val.batch_size > 1
-        self.alone = several and on_first_rank(lambda: answers_alone(model.parts), "cannot try padded prompts")
+        self.answers_one_by_one = several and on_first_rank(
+            lambda: answers_alone(model.parts), "cannot try padded prompts"
+        )
         """Whether each question is answered in a batch of its own, because padding would change its answer."""
 
     @property
@@ -93,7 +95,7 @@ class AnswerGenerator:
 
         Half, because a token's key-value cache takes up to twice the memory that training keeps of it in a block.
         """
-        if self.alone:
+        if self.answers_one_by_one:
             return 1
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.rank_tokens // 2 // longest))
@@ -122,7 +124,7 @@ class AnswerGenerator:
         """Answer this rank's questions of a batch; `numbers`, their indices, may be empty. Collective."""
         rows_by_number = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompt = self.prompt_of([row for _, row in rows_by_number])
-        begin = self.loader.steps.encoder.template.begin  # what a model writes before an answer
+        begin = self.loader.steps.encoder.template.text_before_answer  # what a model writes before an answer
         texts = [
             AnswerText(self.tokenizer, self.stop, self.stops, begin, self.questions[number].thought)
             for number, _ in rows_by_number

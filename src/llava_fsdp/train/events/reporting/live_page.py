@@ -80,7 +80,9 @@ class LivePage(StepReport):
         if the run has already finished, or if the description was not made, so that there is no `time` in it."""
         earlier_starts = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]
-        self.run.starts = [own for own in earlier_starts if own["step"] <= first_step] + ([start] if is_start else [])
+        self.run.starts = [earlier for earlier in earlier_starts if earlier["step"] <= first_step] + (
+            [start] if is_start else []
+        )
         if self.run.starts == earlier_starts and not is_start:
             return  # the files of a finished run are not changed
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))

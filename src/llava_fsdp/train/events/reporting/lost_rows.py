@@ -36,12 +36,12 @@ def lost_rows(folder: Path, step: int) -> list[str]:
         messages.append(f"{STARTS_FILE} has no start before step {step}")
     rows = {row["step"]: row for row in rows_until(folder / METRICS_FILE, step)}
     steps = range(begin + 1, step + 1)
-    if missing := [own for own in steps if own not in rows]:
+    if missing := [number for number in steps if number not in rows]:
         messages.append(
             f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({format_ranges(missing)})"
         )
     num_listed = Counter(row["step"] for row in rows_until(folder / SKIPPED_FILE, step))
-    if incomplete := [own for own in steps if num_listed[own] < skipped_in(rows.get(own, {}))]:
+    if incomplete := [number for number in steps if num_listed[number] < skipped_in(rows.get(number, {}))]:
         messages.append(
             f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {format_ranges(incomplete)}"
         )
@@ -49,7 +49,7 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     due_steps = due_between(
         max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {}
     )
-    if missing := [own for own in due_steps if own not in validated]:
+    if missing := [number for number in due_steps if number not in validated]:
         messages.append(f"{VALIDATION_FILE} lacks the rows of steps {format_ranges(missing)}")
     return messages
 

@@ -63,7 +63,11 @@ def values_of_step(row: dict[str, Any]) -> dict[str, float]:
     found = {name: row[key] for key, name in NAMES.items() if row.get(key) is not None}
     sources = row.get("sources") or {}
     if len(sources) > 1:
-        found |= {f"loss_by_source/{name}": own["loss"] for name, own in sources.items() if own["loss"] is not None}
+        found |= {
+            f"loss_by_source/{name}": source_row["loss"]
+            for name, source_row in sources.items()
+            if source_row["loss"] is not None
+        }
     return found
 
 
@@ -73,7 +77,7 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
     sources = row.get("sources") or {}
     if len(sources) > 1:
         for key in ("loss", "score"):
-            found |= {f"validation_{key}_by_source/{name}": own.get(key) for name, own in sources.items()}
+            found |= {f"validation_{key}_by_source/{name}": source_row.get(key) for name, source_row in sources.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
