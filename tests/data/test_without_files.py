@@ -49,7 +49,7 @@ def test_the_counts_of_a_step_of_ranks_that_share_rows() -> None:
         own = {
             "samples": 4,
             "tokens": 320,
-            "pairs": 2 * (100**2 + 60**2),
+            "token_pairs": 2 * (100**2 + 60**2),
             "label_tokens": 280,
             "images": 12,
             "tiles": 24,
@@ -74,7 +74,7 @@ def test_rows_of_several_ranks_are_whole_chunks() -> None:
     """Two ranks have four chunks of a row: 202 tokens are padded to 204."""
     cfg = config("parallel.context=2", "data.max_length=101", "tokens_per_micro_batch=101")
     found = fullest(cfg, SHAPE, ContextCut(2, 0, paired=True))
-    assert (found.lengths, found.context, found.tokens) == ((101, 101, 2), 2, 102)
+    assert (found.lengths, found.ranks_per_row, found.tokens) == ((101, 101, 2), 2, 102)
 
 
 class Images(ImageReader):
