@@ -200,6 +200,7 @@ run_brief() {
         sizes=(--tiny) row=()
     fi
     export TMPDIR=$work TORCHINDUCTOR_CACHE_DIR="$work/compiled/inductor" TRITON_CACHE_DIR="$work/compiled/triton"
+    mkdir "$work/compiled"
     [ -z "${COMPILED:-}" ] || tar -xzf "$COMPILED" -C "$work"
     [ "$gpus" -gt 0 ] || not_run "everything on CUDA" "torch sees no GPU; small sizes run on the CPU where they can"
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -98,34 +99,47 @@ def run_case(name: str) -> dict[str, Any]:
 
 def hang(name: str, folder: Path) -> None:
     """Hang in one of the ways, under the watchdog and the guard that a training has."""
+    wait = prepared_call(name) if name in ON_CPU else prepared_kernels(name)
     this = [(0, "here", os.getpid())]
     with Watchdog(folder, 0, SILENCE) as watchdog, watchdog.watching_peers(this, is_guarded=True):
         watchdog.at(Phase.COMPUTE)
-        if name in ON_CPU:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # another thread gets it; the call sleeps on
-            library = ctypes.CDLL(None) if name == ON_CPU[0] else ctypes.PyDLL(None)
-            print("ready", flush=True)
-            library.sleep(int(HANGS))
-            return
-        import torch
-
-        def kernel(values: torch.Tensor) -> torch.Tensor:
-            return values.add_(1)
-
-        launches = 0
-        if name != ON_GPU[0]:
-            from torch._inductor import config
-
-            config.use_static_cuda_launcher = name == ON_GPU[1]  # pyright: ignore[reportAttributeAccessIssue]
-            kernel, launches = torch.compile(kernel), LAUNCHES
-        values = torch.zeros(1 << 20, device="cuda")
-        kernel(values)
-        torch.cuda.synchronize()
         print("ready", flush=True)
+        wait()
+
+
+def prepared_call(name: str) -> Callable[[], None]:
+    library = ctypes.CDLL(None) if name == ON_CPU[0] else ctypes.PyDLL(None)
+
+    def wait() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # another thread gets it; the call sleeps on
+        library.sleep(int(HANGS))
+
+    return wait
+
+
+def prepared_kernels(name: str) -> Callable[[], None]:
+    import torch
+
+    def kernel(values: torch.Tensor) -> torch.Tensor:
+        return values.add_(1)
+
+    launches = 0
+    if name != ON_GPU[0]:
+        from torch._inductor import config
+
+        config.use_static_cuda_launcher = name == ON_GPU[1]  # pyright: ignore[reportAttributeAccessIssue]
+        kernel, launches = torch.compile(kernel), LAUNCHES
+    values = torch.zeros(1 << 20, device="cuda")
+    kernel(values)
+    torch.cuda.synchronize()
+
+    def wait() -> None:
         torch.cuda._sleep(int(HANGS * 1.9e9))  # cycles of the GPU's clock
         for _ in range(launches):
             kernel(values)
         torch.cuda.synchronize()
+
+    return wait
 
 
 if __name__ == "__main__":

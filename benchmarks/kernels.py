@@ -89,8 +89,8 @@ class Bench:
             rounds.append((clock(self.device) - started) / self.repeats)
         return statistics.median(rounds)
 
-    def needs_gpu(self) -> None:
-        if self.device.type != "cuda":
+    def needs_gpu(self, does: bool = True) -> None:
+        if does and self.device.type != "cuda":
             raise NotRun("needs a GPU, and torch sees none")
 
 
@@ -140,6 +140,7 @@ def addmm(bench: Bench, tokens: int, n: int, k: int) -> Report:
 
 
 def add_gradients(bench: Bench, n: int, k: int, compiled: bool) -> Report:
+    bench.needs_gpu(compiled)
     total, gradient = bench.random(n, k, dtype=torch.float32), bench.random(n, k)
     expected, add = total + gradient, gradient_adder(compiled)
     add(total, gradient)
@@ -150,6 +151,7 @@ def add_gradients(bench: Bench, n: int, k: int, compiled: bool) -> Report:
 
 def fp8_cast(bench: Bench, n: int, k: int, compiled: bool) -> Report:
     """A weight scaled by its largest element and cast to fp8, in the layouts of forward and backward pass."""
+    bench.needs_gpu(compiled)
 
     def cast(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = (weight.float() * (LARGEST / weight.abs().amax().float().clamp(min=1e-12))).to(FP8)

@@ -69,7 +69,7 @@ GROUPS = {
     "in host memory (memory.md); `auto`, the default but for `tiny`: the planner's choice",
     "offload": "`none`; `optimizer`: moments in host memory; `params`: shards and gradients too; `nvme`: in files",
     "parallel": "`none`; `auto`: the planner chooses the kinds of parallelism (parallelism.md)",
-    "optim": "`adamw`",
+    "optim": "`adamw`; `muon` ([sharding](sharding.md#muon))",
     "sampler": "`shuffle`; `computed_shuffle`, whose memory does not grow with the records (data.md); `llava_v1_5`",
     "compat": "`none`; `llava_v1_5` sets `labels`, `sampler`, `loss.normalize`, `data.pixels`, `precision` and `pack` "
     "to the original's (llava.md)",

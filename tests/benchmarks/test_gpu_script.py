@@ -85,8 +85,7 @@ def test_brief_goes_on_after_a_part_that_hangs_and_says_what_did_not_run(
     code, parts = run_script(machine, tmp_path / "out", "brief", LIMIT="2", SLEEPS="benchmarks/hangs.py")
     assert code == 1
     states = {name: parts[name][0] for name in PARTS_OF_BRIEF}
-    # nothing has compiled anything, so that there is nothing to keep
-    assert states.pop("compiled") == "failed" and states.pop("hangs") == "over its limit"
+    assert states.pop("hangs") == "over its limit"
     assert set(states.values()) == {"done"}
     assert parts["kernels: one"] == ("not run", "no GPU") and "kernels: two" not in parts
     assert parts["everything on CUDA"][0] == "not run"
@@ -313,7 +312,7 @@ def test_attention_of_a_row_is_compared_with_each_sample_alone(monkeypatch: pyte
     monkeypatch.setattr(kernels, "HEADS", 2)
     monkeypatch.setattr(kernels, "HEAD", 16)
     monkeypatch.setattr(kernels, "TOKENS", (2000,))
-    monkeypatch.setattr(kernels.Bench, "needs_gpu", lambda _: None)
+    monkeypatch.setattr(kernels.Bench, "needs_gpu", lambda *_: None)
     small = kernels.Bench(torch.device("cpu"), tiny=True)
 
     def attend(ends: slice, bench: Any, *row: Any) -> dict[str, Any]:

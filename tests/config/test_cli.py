@@ -430,7 +430,7 @@ def test_words_with_unknown_names(words: list[str], said: str | None) -> None:
         ("LoRA_R=8", r"model\.lora\.r"),
         ("mm_tunable_parts=mm_mlp_adapter", r"model\.train="), ("cutoff_len=2048", r"data\.max_length"),
         ("num_gpus=8", "--nproc-per-node"), ("--learning_rate=1", r"not a flag.*optim\.lr"),
-        ("--per-device-train-batch-size", "not a flag.*micro_batch_size"), ("optimizer=sgd", "AdamW"),
+        ("--per-device-train-batch-size", "not a flag.*micro_batch_size"), ("optimizer=sgd", "optim=adamw or muon"),
         ("model_name=x", r"model\.checkpoint .* or model\.language$"), ("warmup_ratio=0.03", r"optim\.warmup_ratio$"),
         ("eval_steps=10", "val.every=STEPS"), ("deepspeed=zero3.json", "sharding="), ("tf32=true", "leave it out"),
         ("+per_device_train_batch_size=1", None),

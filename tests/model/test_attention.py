@@ -26,7 +26,7 @@ from llava_fsdp.model.packed_attention.attention import (
     Kernel,
     Lengths,
     PackedRow,
-    Segments,
+    RowSegments,
     attend_alone,
     attend_in_steps,
     choose_kernel,
@@ -114,7 +114,7 @@ def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None
     models[1].load_state_dict(models[0].state_dict())
     embeds, lengths = torch.randn(1, 12, SMALL["hidden_size"]), (4, 7, 1)
     bounds = torch.tensor([0, 4, 11, 12], dtype=torch.int32)
-    segments = Segments(torch.tensor([[*range(4), *range(7), 0]]), bounds, lengths)
+    segments = RowSegments(torch.tensor([[*range(4), *range(7), 0]]), bounds, lengths)
     implementation = models[0].config._attn_implementation
     arguments = attention_arguments(embeds, segments, implementation)
     packed = models[0](inputs_embeds=embeds, use_cache=False, **arguments).last_hidden_state

@@ -27,7 +27,7 @@ from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
     Lengths,
     PackedRow,
-    Segments,
+    RowSegments,
     attention_of_transformers,
     each_alone,
     flash,
@@ -167,7 +167,7 @@ def test_arguments_of_a_row() -> None:
     """The longest sample is not the first one; transformers' own attention gets nothing for padded rows."""
     positions, bounds = torch.zeros(1, 12, dtype=torch.int64), torch.tensor([0, 4, 11, 12], dtype=torch.int32)
     embeds = torch.zeros(1, 12, 3)
-    found = attention_arguments(embeds, Segments(positions, bounds, (4, 7, 1)), OURS)
+    found = attention_arguments(embeds, RowSegments(positions, bounds, (4, 7, 1)), OURS)
     mask = found.pop("attention_mask")
     assert found == {"position_ids": positions} and mask.shape == (1, 12) and mask.boundaries.cu_seqlens is bounds
     assert mask.boundaries.lengths == Lengths((4, 7, 1), 7) and bool(mask.all())

@@ -26,7 +26,7 @@ from llava_fsdp.model.build import build_architecture, why_not_packed
 from llava_fsdp.model.flops import token_flops
 from llava_fsdp.model.load_weights import stored_buffers
 from llava_fsdp.model.logit_change import LogitChange
-from llava_fsdp.model.packed_attention.attention import Kernel, Segments, each_alone
+from llava_fsdp.model.packed_attention.attention import Kernel, RowSegments, each_alone
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, RowMask, attend_with, make_row_mask
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.class_parts import class_parts
@@ -74,16 +74,16 @@ def build(name: str, *overrides: str, kernel: Kernel | None = None) -> Whole:
     return model
 
 
-def segments_of(lengths: tuple[int, ...]) -> Segments:
+def segments_of(lengths: tuple[int, ...]) -> RowSegments:
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return Segments(torch.cat([torch.arange(length) for length in lengths])[None], ends, lengths)
+    return RowSegments(torch.cat([torch.arange(length) for length in lengths])[None], ends, lengths)
 
 
 def mask_of_row() -> BoundaryMask:
     return mask_of((1, sum(LENGTHS)), segments_of(LENGTHS))
 
 
-def mask_of(shape: tuple[int, int], segments: Segments | None = None) -> BoundaryMask:
+def mask_of(shape: tuple[int, int], segments: RowSegments | None = None) -> BoundaryMask:
     return BoundaryMask.of(torch.ones(shape, dtype=torch.bool), segments)
 
 

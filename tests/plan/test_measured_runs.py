@@ -148,7 +148,7 @@ def test_a_correction_multiplies_all_seconds(run: MeasuredRun, wide_parts: Path,
 
 def result(step: int, seconds: float, **more: Any) -> StepResult:
     """The result of a step (numbered from 1) with two samples of 10 and 30 tokens."""
-    facts = StepFacts(step - 1, samples=2, tokens=40, pairs=10**2 + 30**2, label_tokens=8, tiles=3)
+    facts = StepFacts(step - 1, samples=2, tokens=40, token_pairs=10**2 + 30**2, label_tokens=8, tiles=3)
     return StepResult(facts, 1.0, 1e-3, 1.0, seconds, data_seconds=0.5, **more)
 
 

@@ -97,18 +97,19 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     if isinstance(encoder, ProcessorEncoder):  # the model's processor prepares images, and determines their tokens
         shapes = [encoder.shape(shown, number) for number in range(num_images)]
-        sample = encoder.encode(segments, names, shapes, record.where)
+        sample = encoder.encode(segments, names, shapes, record.where)  # with the images in the order of the prompt
         files = tuple(reader.checked_path(record, name) for name in sample.images)
         sizes_of_all = [shape.size if isinstance(shape, Clip) else shape for shape in shapes]
         sizes = tuple(sizes_of_all[n] for n in order)
         return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source, thought)
     assert isinstance(reader, ImageReader)
+    # for each image, the index of the vision feature of each of its tokens
     image_rows = [reader.image_rows(shown, number) for number in range(num_images)]
     lengths = [len(rows) for rows in image_rows]
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
     names, image_rows = tuple(names[n] for n in order), tuple(image_rows[n] for n in order)
     sizes = None if sizes is None else tuple(sizes[n] for n in order)
-    sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
+    sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, positions_cut=0, labels_cut=0)
     files = tuple(reader.checked_path(record, name) for name in names)
     return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source, thought)
 

@@ -220,10 +220,10 @@ class Muon(FusedAdamW):
         if updated:
             moments = [plain_shard(self.state[p][MOMENTUM]) for p in updated]
             torch._foreach_lerp_(moments, [plain_shard(p.grad) for p in updated], 1 - self.momentum)
-        settings = {p: (g["lr"], g["weight_decay"]) for g in self.param_groups for p in g["params"]}
+        groups = {p: group for group in self.param_groups for p in group["params"]}
         for round_ in self.rounds:
             for owned, update in self.orthogonalized(round_):
-                self.apply(owned.stack, update, *settings[self.matrices[owned.stack.parameter]])
+                self.apply(owned.stack, update, groups[self.matrices[owned.stack.parameter]])
 
     def orthogonalized(self, round_: Sequence[Sequence[Owned]]) -> Iterator[tuple[Owned, torch.Tensor]]:
         """Orthogonalise the stacks of a round. Yield each stack of which this rank holds a part, with the update of
@@ -287,10 +287,10 @@ class Muon(FusedAdamW):
         gradient, moment = self.view(parameter.grad, stack), self.view(self.state[parameter][MOMENTUM], stack)
         return gradient.lerp(moment, self.momentum).to(self.dtype)
 
-    def apply(self, stack: Stack, update: torch.Tensor, lr: float, weight_decay: float) -> None:
-        """Decay this rank's part of a stack, and subtract its update."""
+    def apply(self, stack: Stack, update: torch.Tensor, group: dict[str, Any]) -> None:
+        """Decay this rank's part of a stack, and subtract its update. `group` has the learning rate."""
         parameter = self.matrices[stack.parameter]
         if parameter.grad is not None:
             weights = self.view(parameter, stack)
-            weights.mul_(1 - lr * weight_decay)
-            weights.add_(update.to(weights.dtype), alpha=-lr * size_of_update(stack.rows, stack.columns))
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(update.to(weights.dtype), alpha=-group["lr"] * size_of_update(stack.rows, stack.columns))

@@ -99,7 +99,8 @@ class RunRecord:
     def reason(self) -> str:
         """Why the training ended. If a later start failed before its first step, also why that start failed."""
         reason = str(self.end.get("reason") or "")
-        # `refused`: the status of a later start that failed, if the run had already finished
+        # A start that fails before its first step leaves its status in `refused` if the run had finished before.
+        # Otherwise its status replaces the run's (`status`), and `end` is the one before it.
         refused = self.status.get("refused") if self.end is self.status else self.status
         if not isinstance(refused, dict):
             return reason

@@ -205,6 +205,10 @@ class Window:
         """Move past the JSON value that begins here, and return its range of bytes [begin, end) in the file.
 
         The value counts as complete only if `,` or `]` follows, because a number may continue after the text in memory.
+        More of the file is read until it is. A value of more than `max_bytes` bytes is passed without parsing it.
+
+        Raises:
+            json.JSONDecodeError: the file ends before the value does; its position is one of the text in memory.
         """
         begin = self.base + self.at
         while True:
@@ -215,16 +219,14 @@ class Window:
                     self.at = end
                     return begin, self.base + end
                 # a whole value of allowed size, at the end of the text in memory: what follows must be read first
-                wrong, ends = (
-                    ("Expecting ',' delimiter", behind),
-                    end - self.at <= self.max_bytes and behind == len(self.text),
-                )
+                message, wrong_at = "Expecting ',' delimiter", behind
+                ends_with_text = end - self.at <= self.max_bytes and behind == len(self.text)
             except json.JSONDecodeError as caught:  # not kept: the exception references this frame and all its text
-                wrong, ends = (caught.msg, caught.pos), False
+                message, wrong_at, ends_with_text = caught.msg, caught.pos, False
             if self.ended:
-                raise json.JSONDecodeError(wrong[0], "", wrong[1])
-            if len(self.text) - self.at > self.max_bytes and not ends:
-                return begin, self.pass_large(begin, wrong[0], self.base + wrong[1])
+                raise json.JSONDecodeError(message, "", wrong_at)
+            if len(self.text) - self.at > self.max_bytes and not ends_with_text:
+                return begin, self.pass_large(begin, message, self.base + wrong_at)
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from llava_fsdp.config import LoraBias, LoraConfig, Part
 from llava_fsdp.model.adapters.lora_names import ADAPTER, is_adapter
 from llava_fsdp.model.adapters.sample_dropout import SampleDropout, TokenKeys
-from llava_fsdp.model.packed_attention.attention import Segments
+from llava_fsdp.model.packed_attention.attention import RowSegments
 from llava_fsdp.model.packed_attention.packs import NothingPacked, in_bf16
 from llava_fsdp.model.packed_attention.row_mask import attention_arguments
 from llava_fsdp.model.vision_tower import hidden_state
@@ -161,7 +161,7 @@ def check_gradients(model: Tower) -> None:
         embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
         weights = in_bf16(language)
         # a row that is packed with one sample of two tokens; rows are only packed with an attention kernel
-        segments = Segments(torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,))
+        segments = RowSegments(torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,))
         arguments = attention_arguments(embeds, segments if model.kernel is not None else None, model.attention)
         arguments_of_language = {"inputs_embeds": embeds, "use_cache": False, **arguments}
         out = functional_call(language, weights, kwargs=arguments_of_language).last_hidden_state

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llava_fsdp.model.packed_attention.attention import Segments
+from llava_fsdp.model.packed_attention.attention import RowSegments
 from llava_fsdp.runtime.seeds import derive
 
 BITS = 24
@@ -36,7 +36,7 @@ class TokenKeys:
         seeds: torch.Tensor,
         tile_seeds: torch.Tensor,
         shape: torch.Size,
-        segments: Segments | None,
+        segments: RowSegments | None,
         vision_tokens: int,
     ) -> None:
         """Compute the hashes of a micro-batch's tokens from the seeds, below 2**31, of its samples and tiles.
@@ -45,7 +45,7 @@ class TokenKeys:
             seeds: those of the tokens, int64, [rows, length] or broadcast to it.
             tile_seeds: those of the vision tower's input images, int64 [tiles].
             shape: [rows, length]
-            segments: sample boundaries of a packed row (`Segments`); None: every row is one sample.
+            segments: sample boundaries of a packed row (`RowSegments`); None: every row is one sample.
             vision_tokens: number of tokens that a tile has in the vision tower.
         """
         # positions in the samples, int64 [rows, length] or broadcast to it

@@ -17,7 +17,7 @@ from llava_fsdp.model.experts import check_routers
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts, make_projector, own_loss
 from llava_fsdp.model.llava.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
-from llava_fsdp.model.packed_attention.attention import CachedRows, Kernel, Segments
+from llava_fsdp.model.packed_attention.attention import CachedRows, Kernel, RowSegments
 from llava_fsdp.model.packed_attention.packs import (
     other_attention,
     packing_refused,
@@ -100,7 +100,7 @@ class Llava(Architecture):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # each kind has inputs of its own
         self,
         input_ids: torch.Tensor,
-        segments: Segments | CachedRows | None,
+        segments: RowSegments | CachedRows | None,
         images: ImageInputs,
         seeds: torch.Tensor,
         label_positions: torch.Tensor,

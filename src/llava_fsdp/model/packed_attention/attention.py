@@ -18,7 +18,7 @@ from llava_fsdp.config import Attention
 from llava_fsdp.runtime.errors import ConfigError
 
 
-class Segments(NamedTuple):
+class RowSegments(NamedTuple):
     """Sample boundaries of a packed row. `data.batching.batch` has a class with the same fields, as neither of the
     packages `data` and `model` imports the other."""
 

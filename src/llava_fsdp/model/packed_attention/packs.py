@@ -16,7 +16,12 @@ from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig, PreTrainedM
 from llava_fsdp.config import Attention
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import check_widths
-from llava_fsdp.model.packed_attention.attention import NAMES, Segments, attention_of_transformers, layers_with_window
+from llava_fsdp.model.packed_attention.attention import (
+    NAMES,
+    RowSegments,
+    attention_of_transformers,
+    layers_with_window,
+)
 from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
 from llava_fsdp.model.packed_attention.row_mask import AttendedLayers, BoundaryMask, register_attention
 from llava_fsdp.runtime.errors import ConfigError
@@ -159,7 +164,7 @@ def layers_out_of_reach(model: PreTrainedModel) -> str | None:
     try:
         with torch.no_grad(), torch.device("meta"):
             # one row of two tokens with two samples; tensors have no values on meta
-            segments = Segments(torch.zeros((1, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32), (1, 1))
+            segments = RowSegments(torch.zeros((1, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32), (1, 1))
             inputs = {
                 "inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16),
                 "attention_mask": BoundaryMask.of(torch.ones((1, 2), dtype=torch.bool), segments, attended_layers),

@@ -39,7 +39,7 @@ from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
     Lengths,
     PackedRow,
-    Segments,
+    RowSegments,
     SharedTokens,
     attend_alone,
     each_alone,
@@ -68,7 +68,7 @@ class BoundaryMask(torch.Tensor):
     @staticmethod
     def of(
         mask: torch.Tensor,
-        segments: Segments | None = None,
+        segments: RowSegments | None = None,
         attended_layers: AttendedLayers | None = None,
         is_cached: bool = False,
     ) -> BoundaryMask:
@@ -276,7 +276,7 @@ def register_attention() -> None:
 
 
 def attention_arguments(
-    inputs: torch.Tensor, segments: Segments | CachedRows | None, implementation: str
+    inputs: torch.Tensor, segments: RowSegments | CachedRows | None, implementation: str
 ) -> dict[str, Any]:
     """Return the arguments of a language model's forward pass that say which tokens attend to which, and where they are
     in their sample.

@@ -22,7 +22,7 @@ from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer
 from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
     Kernel,
-    Segments,
+    RowSegments,
     attention_of_transformers,
 )
 from llava_fsdp.model.packed_attention.packs import refuse_packing
@@ -136,7 +136,7 @@ class Whole(Architecture):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # each kind has inputs of its own
         self,
         input_ids: torch.Tensor,
-        segments: Segments | CachedRows | None,
+        segments: RowSegments | CachedRows | None,
         images: ImageInputs,
         seeds: torch.Tensor,
         label_positions: torch.Tensor,

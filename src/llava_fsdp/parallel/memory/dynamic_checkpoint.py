@@ -52,7 +52,7 @@ class Measured:
     """Seconds of the forward pass for each element of the input: the least of all runs, then the most of all ranks."""
 
 
-class MeasuredRun(NamedTuple):
+class TimedRun(NamedTuple):
     """One more forward pass of a block, run to measure it."""
 
     shape: torch.Size
@@ -95,7 +95,7 @@ class DynamicBlock(ActivationWrapper):
         """Whether an input was above `limit` since this was last reset. Only inputs with gradients count."""
         self.measures = False
         """Whether one more forward pass is measured before each recomputation."""
-        self.runs: list[MeasuredRun] = []
+        self.runs: list[TimedRun] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block. Keep the activations if the input is within `limit` (number of elements, length of rows), else
@@ -139,7 +139,7 @@ class DynamicBlock(ActivationWrapper):
         for tensor in tensors_in(output):  # the next block's input, which is kept in every mode
             excluded |= storages_of(tensor)
         nbytes = sum(size for address, size in saved.items() if address not in excluded)
-        self.runs.append(MeasuredRun(input_of(args, kwargs).shape, nbytes, read_seconds))
+        self.runs.append(TimedRun(input_of(args, kwargs).shape, nbytes, read_seconds))
 
     def measured(self) -> Measured:
         """Return the measurements of all runs, and forget them: the largest input and row length, and the most bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from transformers import PretrainedConfig
 
@@ -426,7 +426,7 @@ class StepWork:
     local: float
     """Number of trainable parameters that this rank updates."""
     micro_batches: int
-    muon: MuonCost = MuonCost()
+    muon: MuonCost = field(default_factory=MuonCost)
 
 
 def step_time(

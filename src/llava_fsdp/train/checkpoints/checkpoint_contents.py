@@ -39,11 +39,14 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "skipped": state.skipped,  # number of steps without an update, because loss or gradients were not finite
         "consecutive": state.consecutive,  # those since the last update; 0 with a dynamic loss scale
         "seed": cfg.seed,
+        # the dynamic loss scale of fp16
         "scaler": state.scaler.state() if state.scaler is not None else None,
+        # which blocks are recomputed, with activation_checkpointing=dynamic
         "dynamic": state.dynamic.state() if state.dynamic is not None else None,
         "broken": sorted(state.loader.broken),  # records that could not be read
+        # digests of the dataset, the encoding and order of samples, and the model's frozen weights
         "fingerprints": dict(state.fingerprints),
-        "trainable": state.trained,
+        "trainable": state.trained,  # names of the parameters
         "versions": {"llava_fsdp": __version__, "torch": torch.__version__},
         "written_by": {
             "ranks": rank_and_size()[1],

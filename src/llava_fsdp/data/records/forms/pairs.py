@@ -18,8 +18,9 @@ def read_pairs(reader: RecordReader, key: str, raw: Any) -> list[Turn]:
     for number, entry in enumerate(raw):
         if not isinstance(entry, dict) or not set(ENTRY_KEYS) <= entry.keys():
             raise reader.bad(f"{key}, entry {number}", entry, "an object with user and assistant")
-        reader.note_unread(entry)
+        reader.note_unread(entry)  # images and videos under keys that are not read
         reader.refuse_tools(f"entry {number}", entry)
+        # calls of tools are refused above; all other keys may have a weight of the answer, or are reported as not read
         weights = reader.note_keys(f"entry {number}", entry, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
         question, answer = (reader.text(f"{key}, entry {number}, {name}", entry[name]) for name in ENTRY_KEYS)
         turns.append(Turn("human", question))

@@ -23,7 +23,7 @@ WARM_UP = 3
 """Number of first steps of a start that are not measured: they load kernels, compile, and fill the allocator."""
 FEWEST = 4
 """Fewest measured steps of which the file is written."""
-COUNTS = ("samples", "tokens", "pairs", "label_tokens", "tiles")
+COUNTS = ("samples", "tokens", "token_pairs", "label_tokens", "tiles")
 """Fields of StepFacts that are summed over the measured steps."""
 
 
