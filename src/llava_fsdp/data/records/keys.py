@@ -121,7 +121,8 @@ def plain_name(key: str) -> str:
 
 def is_thought(key: str, value: Any) -> bool:
     """Return whether a key has a thought that is read: a text, under one of the names READ_THOUGHTS, in whatever style
-    the name is written."""
+    the name is written. Thoughts under other names (`KeyMeaning.thought`) are reported as not read."""
+    # the cheap test first: `meaning_of` is cached, so it gets keys of a bounded length
     return (
         isinstance(value, str)
         and meaning_of(key[:MOST_LETTERS]) is KeyMeaning.thought

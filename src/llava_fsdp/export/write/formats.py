@@ -198,7 +198,8 @@ def write_folder(
     notes: dict[str, Any],
 ) -> None:
     """Write a model, with its weights, configuration and tokenizer, into a folder. Collective; the first rank writes.
-    `notes` are additional contents of the folder's `llava_fsdp.json`.
+    `notes` are additional contents of the folder's `llava_fsdp.json`. `source`: a LLaVA, or (WholeSource) a model of
+    another class of transformers.
 
     Raises:
         ModelError, ConfigError: the format does not support this model; the message says why.
@@ -219,8 +220,9 @@ def write_folder(
         on_first_rank(lambda: write_configs(source, weights.common_dtype, export_folder), failing)
         on_first_rank(lambda: write_generation_of_original(source, export_folder), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, export_folder), failing)
-        plan, rows = partial(plan_renamed, weights.shapes, rename), source.vocabulary
-        write_shards(weights, export_folder, plan, source.model.with_vocabulary(), source.vocabulary, rows)
+        plan, tokens = partial(plan_renamed, weights.shapes, rename), source.vocabulary
+        # the original's embeddings have no rows of padding behind those of the trained tokens
+        write_shards(weights, export_folder, plan, source.model.with_vocabulary(), trained=tokens, rows=tokens)
     else:  # the projector alone
         on_first_rank(lambda: begin_projector(source, weights, export_folder), failing)
         write_projector(weights, export_folder, rename)
