@@ -178,9 +178,9 @@ class Processor:
         """Return what the processor writes in the place of each placeholder of one sample. `shapes`: what is known of
         the image or video of each.
 
-        Tokens are assumed to depend on sizes alone, so black images of the same sizes are prepared; a sample
-        whose real images give other ids is an error later. `needs` is the least of a video on which its tokens depend. It is
-        found by a trial at its first use, so it is not asked for without videos."""
+        Tokens are assumed to depend on sizes alone, so black images of the same sizes are prepared; a sample whose real
+        images give other ids is an error later. `needs` is the least of a video on which its tokens depend. It is found
+        by a trial at its first use, so it is not asked for without videos."""
         has_videos = any(isinstance(shape, Clip) for shape in shapes)
         return self.expanded(placeholders, shapes, self.needs if has_videos else VideoNeeds.shape)
 
