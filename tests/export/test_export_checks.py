@@ -251,7 +251,9 @@ def test_distances_of_logits() -> None:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("other", [{"run": "other"}, {"step": 6}, {"step": 8}, {"dtype": "fp32"}, {"gone": True}])
+@pytest.mark.parametrize(
+    "other", [{"run": "other"}, {"step": 6}, {"step": 8}, {"dtype": "fp32"}, {"which": "best"}, {"gone": True}]
+)
 def test_an_export_is_current_if_all_of_it_is(
     lora: bool, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +261,7 @@ def test_an_export_is_current_if_all_of_it_is(
     state: Any = SimpleNamespace(run="mine", step=7)
     cfg: Any = SimpleNamespace(
         model=SimpleNamespace(lora=SimpleNamespace(enabled=lora)),
-        export=SimpleNamespace(merge=True, dtype=DType.bf16),
+        export=SimpleNamespace(merge=True, dtype=DType.bf16, which=Which.last),
         output_dir="out",
     )
     right = {"run": "mine", "step": 7, "dtype": "bf16", "template": "v1"}

@@ -36,7 +36,7 @@ BLOCK = Weight(shape=(100,), trainable=True, whole=False, fp32=False, unit="bloc
 ROOT = replace(BLOCK, unit="")
 EIGHT = RankCounts(8, 8, 8)
 NONE = ActivationCheckpointingConfig(mode=ActivationCheckpointing.none, budget=None)
-FLOPS = Flops(token=4e10, pair=8e5, label=8e8, tile=4e11)
+FLOPS = Flops(token=4e10, pair=8e5, label=8e8, vision=4e11)
 LLAVA = Samples(tokens=830.0, tiles=0.94, labels=180.0, spread=215.0, source="", tile_tokens=576.0)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import load_weights
+from llava_fsdp.model.packed_attention.attention import RowSegments
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.parallel.fsdp.materialize import materialize
@@ -135,7 +136,11 @@ def our_logits(model: Llava, samples: list[torch.Tensor]) -> torch.Tensor:
     if model.kernel is not None:
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        ids, segments, labels = torch.cat(samples, 1), (positions, ends, tuple(lengths)), torch.arange(sum(lengths))
+        ids, segments, labels = (
+            torch.cat(samples, 1),
+            RowSegments(positions, ends, tuple(lengths)),
+            torch.arange(sum(lengths)),
+        )
     else:
         longest, segments = max(lengths), None
         ids = torch.cat([torch.nn.functional.pad(own, (0, longest - own.shape[1])) for own in samples])

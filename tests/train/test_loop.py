@@ -147,6 +147,7 @@ def test_an_update_ends_a_series_of_skipped_steps() -> None:
         scaler=None, skipped=4, consecutive=2, step=9,
         optimizer=SimpleNamespace(step=lambda: told.append("step"), zero_grad=lambda **values: told.append(values)),
         masters=SimpleNamespace(refresh=lambda: told.append("refresh")),
+        average=None,
     )  # fmt: skip
     loop.update_or_skip(state, False)
     assert told == [{"set_to_none": True}] and (state.skipped, state.consecutive) == (5, 3)

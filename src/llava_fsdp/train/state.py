@@ -40,8 +40,6 @@ class TrainState:
     learning_rate: LearningRate
     loader: Loader
     parallelism: Parallelism
-    average: WeightAverage | None = None
-    """Moving average of the weights (`optim.ema`)."""
     sources: dict[str, Stored] = field(default_factory=dict)
     """Sources of the parameters' initial values. Empty in a dry run, which saves nothing."""
     fingerprints: dict[str, str] = field(default_factory=dict)
@@ -86,6 +84,8 @@ class TrainState:
     at the start of the run, float32 [samples, 2]."""
     held_out_pair_reference: torch.Tensor | None = None
     """The same of the held-out samples; NaN for a record that val.limit leaves out."""
+    average: WeightAverage | None = None
+    """Moving average of the weights (`optim.ema`)."""
     expert_loads: torch.Tensor | None = None
     """Load of each expert in the last finished step, over all ranks: number of (token, choice) pairs, float32 [layers,
     experts]. None without watched routers."""
