@@ -17,6 +17,7 @@ from llava_fsdp.config import Config, ConversionConfig
 from llava_fsdp.export.main import export
 from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.files.provenance import read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -61,11 +62,16 @@ def test_it_is_that_of_a_plain_loop(whole_run: Path, configure: Configure) -> No
 
 def test_it_is_exported_at_the_end_and_by_the_command(whole_run: Path, tmp_path: Path) -> None:
     average, last = saved_average(whole_run), trained_weights(whole_run)
-    words = f"source={whole_run / FOLDER / 'step-000006'}", f"to={tmp_path / 'made'}", "verify=false", "dtype=fp32"
-    for which, weights in (("average", average), ("last", last)):
-        folder = export(command_config(ConversionConfig, "export", *words, f"which={which}", "overwrite=true"))
-        found = exported(folder)
-        assert all(torch.equal(found[name], values) for name, values in weights.items()), which
+    for source in (whole_run, whole_run / FOLDER / "step-000006"):
+        words = f"source={source}", f"to={tmp_path / 'made'}", "verify=false", "dtype=fp32", "overwrite=true"
+        for which, weights in (("average", average), ("last", last)):
+            folder = export(command_config(ConversionConfig, "export", *words, f"which={which}"))
+            found = exported(folder)
+            assert all(torch.equal(found[name], values) for name, values in weights.items()), which
+            assert read_notes(folder).get("which") == (None if which == "last" else which)
+    with pytest.raises(ConfigError):
+        words = f"source={tmp_path / 'made'}", f"to={tmp_path / 'again'}", "verify=false"
+        export(command_config(ConversionConfig, "export", *words, "which=average"))
     found = exported(whole_run / "export")
     assert all(torch.equal(found[name], values) for name, values in average.items())
 

@@ -45,7 +45,7 @@ from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.files.durable_files import make_empty
-from llava_fsdp.runtime.files.provenance import NOTES, read_notes
+from llava_fsdp.runtime.files.provenance import NOTES, WHICH, read_notes
 from llava_fsdp.runtime.files.unfinished import (
     EXPORT,
     earlier_export,
@@ -186,7 +186,7 @@ def write_and_prove(content: Content, staged: Path, cfg: ConversionConfig) -> st
     unless `cfg.verify` is false. Return in words what was compared."""
     if cfg.dtype is not KeptDType.keep:
         content = replace(content, dtypes=dict.fromkeys(content.dtypes, DTYPES[DType(cfg.dtype.value)]))
-    write(content, staged, cfg.format, cfg.dtype)
+    write(content, staged, cfg.format, cfg.dtype, cfg.which)
     if not cfg.verify:
         return NOT_VERIFIED
     with naming_unfinished_folder(staged):
@@ -248,7 +248,7 @@ def prove_written(content: Content, staged: Path, form: FolderFormat) -> None:
         prove_adapters(staged, source.model, with_rounded_base(adapters, content.dtypes), source.image_tokens)
 
 
-def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) -> None:
+def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType, which: Which = Which.last) -> None:
     """Write all files of an export into the folder `staged`: a whole model or, if `content.adapters_beside_base` has
     LoRA adapters, these in a subfolder and their base model, always for transformers. If this fails, nothing is left.
     `dtype`: what the user asked for, which the folder's notes record."""
@@ -259,6 +259,8 @@ def write(content: Content, staged: Path, form: FolderFormat, dtype: KeptDType) 
         watch=watch_loading(is_first_rank=True),
     )
     adapters, notes = content.adapters_beside_base, {"dtype": dtype.value}
+    if which is not Which.last:
+        notes[WHICH] = which.value
     try:
         write_folder(form if adapters is None else FolderFormat.hf, content.source, weights, staged, notes)
         if adapters is not None:

@@ -70,7 +70,7 @@ from llava_fsdp.model.sources.pretrained_config import check_named_base, read_ba
 from llava_fsdp.model.weights.init_weights import Drawn
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.files.provenance import NOTES, WHICH, check_folder, read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.runtime.files.safe_load import SMALL
 from llava_fsdp.runtime.files.unfinished import has_export, is_done, refuse_staged, why_no_export
@@ -123,6 +123,8 @@ def open_source(cfg: ConversionConfig) -> Opened:
         )
     if is_checkpoint:
         return open_checkpoint(verify(path.resolve()), cfg)
+    if cfg.which is Which.average and not is_run:
+        raise ConfigError(f"which=average is for a run or a checkpoint, and source={cfg.source} is a model folder")
     return open_run(path, cfg) if is_run else open_model(folder, cfg)
 
 
@@ -136,6 +138,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     try:
         notes = read_notes(run / EXPORT)
         is_current = all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
+        is_current = is_current and notes.get(WHICH) == (None if cfg.which is Which.last else cfg.which.value)
         is_current = is_current and cfg.format is not FolderFormat.peft  # adapters are merged in an export
         if is_current and cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype")):
             return open_model(run / EXPORT, cfg)
@@ -151,6 +154,8 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     Raises CheckpointError if it has neither. The export is opened if there is no adapter folder, or if both are of the
     same step, so that the export contains the adapter; but `format=peft` needs the adapter folder."""
     notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
+    if cfg.which is Which.average and notes.get(WHICH) != cfg.which.value:
+        raise CheckpointError(f"{run} has no checkpoint with an average of the weights; set which=last")
     is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
     is_wanted = not is_merged or cfg.format is FolderFormat.peft
     if is_adapter_folder(run / adapter.FOLDER) and is_wanted:

@@ -18,8 +18,8 @@ class WeightAverage:
 
     def update(self) -> None:
         """Add the weights after an update: the average becomes decay * average + (1 - decay) * weights."""
-        weights = [plain_shard(p).detach().float() for p in self.masters.named.values()]
-        torch._foreach_lerp_([plain_shard(a) for a in self.named.values()], weights, 1 - self.decay)
+        for name, average in self.named.items():  # one at a time, because bf16 weights are copied
+            plain_shard(average).lerp_(plain_shard(self.masters.named[name]).detach().float(), 1 - self.decay)
 
     @torch.no_grad()
     def replace_weights(self) -> None:

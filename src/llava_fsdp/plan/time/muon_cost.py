@@ -33,7 +33,7 @@ def muon_cost(weights: Sequence[Weight], shards: int, ranks: int, width: int) ->
         shards: number of ranks over which FSDP shards.
         width: bytes of an element of the matrices that are sent.
     """
-    flops, received, elements, largest = 0.0, 0.0, 0, 0
+    flops, received, elements, largest, most_copies = 0.0, 0.0, 0, 0, 1.0
     for weight in weights:
         if not weight.muon:
             continue
@@ -47,9 +47,14 @@ def muon_cost(weights: Sequence[Weight], shards: int, ranks: int, width: int) ->
         largest = max(largest, held if holds_whole else rows * columns)
         if holds_whole:  # results alone are sent, to the ranks that hold the same matrices
             copies = max(1.0, ranks * held / total)
+            most_copies = max(most_copies, copies)
             received += held * (copies - 1) / copies
         else:
             received += total / ranks * (1 - held / total) + held * (ranks - 1) / ranks
+            most_copies = max(most_copies, ranks * held / total)
     round_elements = min(max(largest, ROUND_ELEMENTS), max(largest, math.ceil(elements / ranks)))
     calls = 2 * math.ceil(elements / ranks / ROUND_ELEMENTS) if received else 0
-    return MuonCost(flops, width * received, calls, COPIES * width * round_elements)
+    # results are sent to all ranks that hold copies of a part, and received from all owners
+    return MuonCost(
+        flops, width * received, calls, math.ceil((COPIES + 2 * (most_copies - 1)) * width * round_elements)
+    )

@@ -221,6 +221,7 @@ def held_bytes(state: TrainState) -> dict[str, int]:
     weights = {id(p): p for p in [*state.model.parameters(), *statistics_of_quantized, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
     moments = [v for states in state.optimizer.state.values() for key, v in states.items() if key != "step"]
+    moments += state.average.named.values() if state.average is not None else ()
     tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)
     return {name: sum(local(t).nbytes for t in held) for name, held in tensors}
 
