@@ -24,6 +24,8 @@ from llava_fsdp.config import (
     Format,
     HeldOutConfig,
     LoraConfig,
+    OptimConfig,
+    OptimName,
     ParallelConfig,
     Parity,
     Part,
@@ -32,6 +34,7 @@ from llava_fsdp.config import (
     PrepareConfig,
     PrepareKeys,
     ScalerConfig,
+    Schedule,
     ShownThoughts,
     Source,
     SourceConfig,
@@ -45,6 +48,10 @@ from llava_fsdp.config import (
 from llava_fsdp.runtime.errors import ConfigError
 
 BUDGET = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.5)
+MUON = OptimConfig(
+    lr=1.0, projector_lr=None, vision_lr=None, weight_decay=0.0, beta1=0.9, beta2=0.9, eps=1e-8, clip=None,
+    schedule=Schedule.cosine, warmup_ratio=0.0, warmup_steps=None, name=OptimName.muon,
+)  # fmt: skip
 LORA, SOURCE = LoraConfig(enabled=True), SourceConfig(path="a.json")
 SMALL = 1e-9
 TOO_LARGE = math.inf, math.nan
@@ -52,7 +59,8 @@ TOO_LARGE = math.inf, math.nan
 BOUNDS: list[tuple[Any, str, tuple, tuple]] = [
     *(("train", f"optim.{name}", (0.0, SMALL), (-SMALL, *TOO_LARGE)) for name in ("lr", "weight_decay", "eps")),
     *(("train", f"optim.{name}", (None, 0.0), (-SMALL, *TOO_LARGE)) for name in ("projector_lr", "vision_lr")),
-    *(("train", f"optim.{name}", (0.0, 0.9999), (-SMALL, 1.0, math.nan)) for name in ("beta1", "beta2", "momentum")),
+    *(("train", f"optim.{name}", (0.0, 0.9999), (-SMALL, 1.0, math.nan)) for name in ("beta1", "beta2")),
+    (MUON, "momentum", (0.0, 0.9999), (-SMALL, 1.0, math.nan)),
     ("train", "optim.clip", (None, SMALL), (0.0, *TOO_LARGE)),
     ("train", "optim.warmup_ratio", (0.0, 1.0), (-SMALL, 1 + SMALL, math.nan)),
     ("train", "optim.warmup_steps", (None, 0), (-1,)),

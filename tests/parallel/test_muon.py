@@ -178,7 +178,7 @@ def elements_sent(world: World, cfg: Config) -> tuple[int, int]:
     optimizer = begin(world, cfg).optimizer
     assert isinstance(optimizer, Muon)
     sent = 0
-    for owned in (owned for round_ in optimizer.rounds for of_rank in round_ for owned in of_rank):
+    for owned in (owned for round_ in optimizer.rounds for of_rank in round_.dealt for owned in of_rank):
         stack = owned.stack
         sent += sum(stack.count * muon.area(part) for part, rank in owned.senders.items() if rank != owned.owner)
         sent += sum(stack.count * muon.area(part) for rank, part in stack.parts.items() if rank != owned.owner)

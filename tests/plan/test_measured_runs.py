@@ -21,6 +21,7 @@ from llava_fsdp.plan.measured_runs import (
     kind_of_machine,
     predicted_seconds,
     read_runs,
+    unlike_plans,
 )
 from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of
@@ -62,7 +63,7 @@ def test_the_factor_is_the_geometric_mean_of_measured_over_predicted(run: Measur
     assert predicted == predicted_seconds(replace(run, seconds=7.0), H200) > 0
     put(tmp_path / "runs" / "a", run, seconds=2 * predicted)
     put(tmp_path / "runs" / "b" / "old-1" / "deep", run, seconds=8 * predicted, later_field=1)
-    put(tmp_path / "runs" / "wide", run, width=4096)
+    put(tmp_path / "runs" / "wide", run, width=100)
     put(tmp_path / "runs" / "other", run, device="NVIDIA B200", width=64)
     put(tmp_path / "runs" / "cpu", run, device="CPU")
     found = find_correction(tmp_path / "runs", lambda ranks: H200, 60)
@@ -77,6 +78,21 @@ def test_without_a_fitting_run_nothing_is_corrected(run: MeasuredRun, tmp_path: 
     with pytest.raises(ConfigError) as caught:
         find_correction(tmp_path / "none", lambda ranks: H200, 48)
     assert f"runs={tmp_path / 'none'}" in str(caught.value)
+
+
+@pytest.mark.parametrize("width", [23, 97])
+def test_runs_of_much_smaller_or_larger_models_are_left_out(width: int, run: MeasuredRun, tmp_path: Path) -> None:
+    put(tmp_path / "a", run, width=width)
+    assert find_correction(tmp_path, lambda ranks: H200, 48) is None
+    assert find_correction(tmp_path, lambda ranks: H200, width) is not None
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value"), [("data", "pairs", True), ("activation_checkpointing", "mode", "dynamic")]
+)
+def test_runs_whose_steps_no_plan_predicts_are_left_out(group: str, key: str, value: Any, run: MeasuredRun) -> None:
+    assert not unlike_plans(run)
+    assert unlike_plans(replace(run, config={**run.config, group: {**run.config[group], key: value}}))
 
 
 def test_the_latest_runs_count(run: MeasuredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +144,10 @@ def test_the_kind_of_a_device() -> None:
 
 
 def test_a_plan_is_corrected_only_if_it_is_asked_to(run: MeasuredRun, wide_parts: Path, tmp_path: Path) -> None:
-    put(tmp_path / "runs" / "a", run, seconds=3 * predicted_seconds(run, H200))
     parts = [f"model.{part}={wide_parts / part}" for part in ("language", "vision")]
     cfg = command_config(PlanConfig, "plan", "gpu=h200", "model.projector=random", *parts)
+    width = shapes_of(cfg.model).language.hidden_size
+    put(tmp_path / "runs" / "a", run, seconds=3 * predicted_seconds(run, H200), width=width)
     assert cfg.runs is None and correction_of(cfg, shapes_of(cfg.model)) is None
     found = correction_of(replace(cfg, runs=str(tmp_path / "runs")), shapes_of(cfg.model))
     assert found is not None and found.factor == pytest.approx(3)

@@ -22,14 +22,14 @@ from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
 MOMENTUM = "momentum_buffer"
 """Name of Muon's only moment in an optimizer's state, as in `torch.optim.Muon`."""
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the polynomial a x + b x^3 + c x^5 that brings singular values to about 1 (`torch.optim.Muon`)."""
+"""a, b and c of the polynomial a x + b x^3 + c x^5, which brings singular values to about 1 (`torch.optim.Muon`)."""
 ITERATIONS = 5
 EPSILON = 1e-7
 """Smallest norm by which a matrix is divided."""
 ADAMW_SIZE = 0.2
 """Usual root mean square of AdamW's updates, before the learning rate (arXiv 2502.16982, section 2.2)."""
 ROUND_ELEMENTS = 1 << 25
-"""Elements of matrices that a rank receives at a time, at least one matrix."""
+"""Elements of matrices that a rank orthogonalises at a time, at least one matrix."""
 
 Part = tuple[Range, Range]
 """Rows and columns of a matrix."""
@@ -138,6 +138,49 @@ def rounds_of(stacks: Sequence[Owned]) -> list[list[Owned]]:
     return rounds
 
 
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of matrices that one rank holds or sends."""
+
+    owned: Owned
+    part: Part
+
+    @property
+    def elements(self) -> int:
+        return self.owned.stack.count * area(self.part)
+
+
+class Round:
+    """What one rank sends, receives and orthogonalises at a time. Made once, because all steps are alike.
+
+    Args:
+        rank: the rank.
+        dealt: for each rank, the stacks that it orthogonalises in this round.
+    """
+
+    def __init__(self, rank: int, dealt: Sequence[Sequence[Owned]]):
+        self.dealt = dealt
+        self.own = dealt[rank]
+        self.stays = all(owned.stays for of_rank in dealt for owned in of_rank)
+        """Whether no rank needs a part that another one has."""
+        self.sent = [[o.stack for o in of_rank if rank in o.senders.values()] for of_rank in dealt]
+        """For each rank, the stacks of which this rank sends its part to it."""
+        self.received = [
+            [HeldPart(o, part) for o in self.own for part, sender in o.senders.items() if sender == other]
+            for other in range(len(dealt))
+        ]
+        """For each rank, the parts of this rank's own stacks that come from it."""
+        self.returned = [
+            [HeldPart(o, o.stack.parts[other]) for o in self.own if other in o.stack.parts]
+            for other in range(len(dealt))
+        ]
+        """For each rank, the parts of results that this rank sends to it."""
+        self.results = [
+            [HeldPart(o, o.stack.parts[rank]) for o in of_rank if rank in o.stack.parts] for of_rank in dealt
+        ]
+        """For each rank, the stacks of which this rank gets its part of the result from it."""
+
+
 def area(part: Part) -> int:
     """Return the number of elements of a part."""
     (top, bottom), (left, right) = part
@@ -197,7 +240,7 @@ class Muon(FusedAdamW):
         self.rank, ranks = parallelism.state_ranks
         held = [[parallelism.ranges_held(parameter, rank) for rank in range(ranks)] for parameter in self.matrices]
         stacks = (stacks_of(index, p.shape, held[index]) for index, p in enumerate(self.matrices))
-        self.rounds = deal_out(chain.from_iterable(stacks), ranks)
+        self.rounds = [Round(self.rank, dealt) for dealt in deal_out(chain.from_iterable(stacks), ranks)]
         self.first_expert = [ranges[self.rank][0][0] for ranges in held]
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -225,36 +268,25 @@ class Muon(FusedAdamW):
             for owned, update in self.orthogonalized(round_):
                 self.apply(owned.stack, update, groups[self.matrices[owned.stack.parameter]])
 
-    def orthogonalized(self, round_: Sequence[Sequence[Owned]]) -> Iterator[tuple[Owned, torch.Tensor]]:
+    def orthogonalized(self, round_: Round) -> Iterator[tuple[Owned, torch.Tensor]]:
         """Orthogonalise the stacks of a round. Yield each stack of which this rank holds a part, with the update of
         this part, [matrices, rows, columns]. Collective, unless no rank needs the parts of another one."""
-        own = round_[self.rank]
-        if all(owned.stays for of_rank in round_ for owned in of_rank):
-            for owned in own:
+        if round_.stays:
+            for owned in round_.own:
                 yield owned, orthogonalize(self.direction(owned.stack))
             return
-        # to each owner the parts that this rank sends it; from each rank those of this rank's own stacks
-        sent = [[o.stack for o in of_rank if self.rank in o.senders.values()] for of_rank in round_]
-        parts = [
-            [(o, part) for o in own for part, sender in o.senders.items() if sender == rank]
-            for rank in range(len(round_))
-        ]
-        sizes = [[o.stack.count * area(part) for o, part in of_rank] for of_rank in parts]
-        whole = {id(o): self.empty(o.stack.count, o.stack.rows, o.stack.columns) for o in own}
-        received = self.exchange([[self.direction(stack) for stack in stacks] for stacks in sent], sizes)
-        for (owned, part), values in zip(chain.from_iterable(parts), received, strict=True):
-            target = part_of(whole[id(owned)], part)
+        sent = [[self.direction(stack) for stack in stacks] for stacks in round_.sent]
+        whole = {id(o): self.empty(o.stack.count, o.stack.rows, o.stack.columns) for o in round_.own}
+        received = self.exchange(sent, [[held.elements for held in of_rank] for of_rank in round_.received])
+        for held, values in zip(chain.from_iterable(round_.received), received, strict=True):
+            target = part_of(whole[id(held.owned)], held.part)
             target.copy_(values.view(target.shape))
         results = {key: orthogonalize(matrices) for key, matrices in whole.items()}
-        back = [
-            [part_of(results[id(o)], o.stack.parts[rank]) for o in own if rank in o.stack.parts]
-            for rank in range(len(round_))
-        ]
-        mine = [[o for o in of_rank if self.rank in o.stack.parts] for of_rank in round_]
-        sizes = [[o.stack.count * area(o.stack.parts[self.rank]) for o in of_rank] for of_rank in mine]
-        for owned, values in zip(chain.from_iterable(mine), self.exchange(back, sizes), strict=True):
-            (top, bottom), (left, right) = owned.stack.parts[self.rank]
-            yield owned, values.view(owned.stack.count, bottom - top, right - left)
+        back = [[part_of(results[id(held.owned)], held.part) for held in of_rank] for of_rank in round_.returned]
+        updates = self.exchange(back, [[held.elements for held in of_rank] for of_rank in round_.results])
+        for held, values in zip(chain.from_iterable(round_.results), updates, strict=True):
+            (top, bottom), (left, right) = held.part
+            yield held.owned, values.view(held.owned.stack.count, bottom - top, right - left)
 
     def exchange(self, sent: list[list[torch.Tensor]], sizes: list[list[int]]) -> list[torch.Tensor]:
         """Send tensors to each rank, and return those from rank 0, rank 1, ..., flattened. Collective. `sizes`: for

@@ -157,7 +157,8 @@ def correction_of(cfg: PlanConfig, parts: Parts) -> Correction | None:
         return None
     width = parts.language.hidden_size
     found = find_correction(Path(cfg.runs), lambda ranks: with_measured_speed(machine_named(cfg.gpu, ranks)), width)
-    log().info("%s", found or f"runs={cfg.runs}: no measured run on this device; the seconds are not corrected")
+    nothing = f"runs={cfg.runs}: no run on this device with a model of about this width; the seconds are not corrected"
+    log().info("%s", found or nothing)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from llava_fsdp.config import Config, load
+from llava_fsdp.config import ActivationCheckpointing, Config, load
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.plan.memory.micro_batches import MicroBatches
 from llava_fsdp.plan.model_shapes import shapes_of
@@ -22,6 +22,9 @@ from llava_fsdp.runtime.files.run_dir import PLAN_FILE
 from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, read_object, require_kinds
 from llava_fsdp.runtime.text.log import log
 
+WIDEST = 2.0
+"""By how much the width of a run's language model may differ from the planned one. A small model waits for the host,
+and says nothing of a large one."""
 MOST_RUNS = 8
 """Most runs from which a correction is made, the latest ones. To predict one takes seconds."""
 CPU = "CPU"
@@ -89,7 +92,8 @@ class Correction:
 
 def find_correction(folder: Path, machine_of: Callable[[int], Machine], width: int) -> Correction | None:
     """Return the correction by the runs below `folder` on the planned kind of device, of those whose language model has
-    the width nearest to `width`; None if there is no such run. A file that cannot be used is warned of and left out.
+    the width nearest to `width`; None if there is no such run. Runs whose width differs by more than WIDEST, and those
+    whose steps the planner cannot predict (`unlike_plans`), are left out. A file that cannot be used is warned of.
 
     Args:
         machine_of: number of ranks of a node -> the planned device as these ranks use it.
@@ -100,13 +104,21 @@ def find_correction(folder: Path, machine_of: Callable[[int], Machine], width: i
     if not folder.is_dir():
         raise ConfigError(f"runs={folder} is not a folder; give one that has folders of runs, such as outputs")
     kind = kind_of_machine(machine_of(1))
-    fitting = [(path, run) for path, run in read_runs(folder) if DEVICES.get(run.device, run.device) == kind]
+    fitting = [
+        (path, run)
+        for path, run in read_runs(folder)
+        if DEVICES.get(run.device, run.device) == kind
+        and max(run.width / width, width / run.width) <= WIDEST
+        and not unlike_plans(run)
+    ]
     if not fitting:
         return None
     nearest = min((run.width for _, run in fitting), key=lambda own: abs(math.log(own / width)))
     latest = sorted((path.stat().st_mtime, path, run) for path, run in fitting if run.width == nearest)
-    ratios = []
-    for _, path, run in latest[-MOST_RUNS:]:
+    ratios: list[float] = []
+    for _, path, run in reversed(latest):
+        if len(ratios) == MOST_RUNS:
+            break
         try:
             ratios.append(run.seconds / predicted_seconds(run, machine_of(run.ranks // run.nodes)))
         except Exception as error:  # an unusable run, such as one whose model is gone, must not end the plan
@@ -115,6 +127,15 @@ def find_correction(folder: Path, machine_of: Callable[[int], Machine], width: i
         return None
     factor = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return Correction(factor, min(ratios), max(ratios), len(ratios), kind, nearest)
+
+
+def unlike_plans(run: MeasuredRun) -> bool:
+    """Return whether a plan does not predict the steps of a run: pairs of answers need a pass of their reference, and
+    `activation_checkpointing=dynamic` recomputes less than is planned."""
+    data, checkpointing = (run.config.get(group) for group in ("data", "activation_checkpointing"))
+    has_pairs = isinstance(data, dict) and bool(data.get("pairs"))
+    dynamic = ActivationCheckpointing.dynamic.value
+    return has_pairs or (isinstance(checkpointing, dict) and checkpointing.get("mode") == dynamic)
 
 
 def kind_of_machine(machine: Machine) -> str:

@@ -45,6 +45,10 @@ from llava_fsdp.runtime.errors import ConfigError
 PROFILE_STEPS = "the first and the last step to profile, as [10, 12], or null"
 
 
+MOMENTUM = 0.95
+"""Muon's usual decay rate of the mean of gradients."""
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     lr: float
@@ -76,7 +80,7 @@ class OptimConfig:
     """Learning rate at the end, as a share of the peak."""
     name: OptimName = OptimName.adamw
     """muon: Muon for matrices, AdamW for the rest."""
-    momentum: float = 0.95
+    momentum: float = MOMENTUM
     """Muon's decay rate of the mean of gradients."""
     ema: float | None = None
     """Decay rate of a moving average of the weights; null: none."""
@@ -100,6 +104,10 @@ class OptimConfig:
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.momentum != MOMENTUM and not self.is_muon:
+            raise ConfigError(
+                f"optim.momentum={self.momentum} is for optim=muon, and the optimizer is {self.name.value}"
+            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"optim.ema={self.ema} must be above 0 and below 1; null keeps no average")
         above_zero("optim.clip", self.clip, "; null turns clipping off")

@@ -68,6 +68,8 @@ def settings(cfg: Config) -> dict[str, Any]:
     }
     found: dict[str, Any] = {
         "learning rate": ", ".join([f"{optim.lr:g}", *(f"{rate:g} {of}" for of, rate in rates.items())]),
+        "optimizer": "Muon for matrices, AdamW for the rest" if optim.is_muon else None,
+        "average of the weights": None if optim.ema is None else f"kept, decay rate {optim.ema:g}",
         "schedule": optim.described_schedule,
         "global batch size": cfg.global_batch_size,
         "epochs": cfg.epochs if cfg.max_steps is None else None,

@@ -117,8 +117,10 @@ def train_batch_size(context: RuleContext, value: object) -> Translation:
 
 
 def optimizer_type(context: RuleContext, value: object) -> Translation:
-    """Return what DeepSpeed's `optimizer.type` becomes in llava_fsdp, which only has AdamW. The projector gets the
+    """Return what DeepSpeed's `optimizer.type` becomes in llava_fsdp, which has AdamW and Muon. The projector gets the
     learning rate of all parameters (`optim.projector_lr=null`), because DeepSpeed has one group of parameters."""
+    if str(value).lower() == "muon":
+        return unsupported("optim=muon is Muon here: set it, and look at its learning rate (docs/sharding.md)")
     if str(value).lower() not in DS_ADAM:
         return unsupported(f"AdamW is the optimizer, and replaces it: {value} has no equivalent here")
     text = context.text_of_override("optim.projector_lr")
@@ -212,6 +214,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     **rules(adam_w_mode, "adam_w_mode adamw_mode", "optimizer.params."),
     **rules(only_on("AdamW corrects its moments, which are in precision.moment_dtype, by default fp32"),
            "bias_correction fp32_optimizer_states", "optimizer.params."),
+    "optimizer.params.momentum": unsupported("set optim.momentum, with optim=muon"),
     "optimizer.params.max_grad_norm": only_off("optim.clip clips", 0, 0.0),
     **rules(ADAMW, "optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     # schedule

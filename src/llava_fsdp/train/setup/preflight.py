@@ -283,13 +283,19 @@ def with_template_of_class(cfg: C, parts: Parts) -> C:
 
 def few_steps(cfg: Config, steps: int) -> list[str]:
     """Return a warning, in a list, if a training of `steps` steps will hardly change the model: the dataset has few
-    records or, if the user has set `max_steps`, the learning rate of all steps is 0."""
+    records or, if the user has set `max_steps`, the learning rate of all steps is 0. Another one if the average of the
+    weights will mostly be those at the beginning."""
     rate, is_set_by_user = LearningRate(cfg.optim, steps), cfg.max_steps is not None
+    ema, warnings = cfg.optim.ema, []
+    if ema is not None and steps * (1 - ema) < 1:
+        left = f"{ema**steps:.0%} of the average are the weights with which training begins"
+        warnings.append(f"optim.ema={ema}: after {steps} steps, {left}; lower it")
     # a user who has set max_steps wants few steps: only a learning rate that stays 0 is a mistake
     if any(map(rate.factor, range(steps))) if is_set_by_user else steps >= FEW_STEPS:
-        return []
+        return warnings
     cure = "raise max_steps" if is_set_by_user else "for small data lower global_batch_size, or raise epochs"
     return [
+        *warnings,
         f"{steps} step{'s' * (steps > 1)} of {cfg.global_batch_size} samples will hardly change the model: the "
-        f"learning rate is warmed up from 0 for {min(rate.warmup_steps, steps)} of them; {cure}"
+        f"learning rate is warmed up from 0 for {min(rate.warmup_steps, steps)} of them; {cure}",
     ]

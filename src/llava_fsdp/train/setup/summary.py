@@ -54,6 +54,7 @@ def unlike_original(cfg: Config, compiles: bool = False) -> str:
     choices = [
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
         ("sampler", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
+        ("optim", cfg.optim.name.value, not cfg.optim.is_muon),
         ("loss.normalize", cfg.loss.normalize.value, cfg.loss.normalize is Normalize.micro_batch),
         ("data.pixels", cfg.data.pixels.value, cfg.data.pixels is Pixels.llava_v1_5),
         ("precision.reduce_dtype", precision.reduce_dtype.value, precision.reduce_dtype is precision.param_dtype),
@@ -161,7 +162,9 @@ def describe_learning(optim: OptimConfig, weights: dict[str, Weight], parts: Map
     warmup = f"{optim.warmup_ratio:.3g} of the steps" if optim.warmup_steps is None else f"{optim.warmup_steps} steps"
     schedule = optim.described_schedule
     comma = "," if schedule != optim.schedule.value else ""
-    return f"rate {shown}, {schedule}{comma} after a warm-up of {warmup}"
+    muon = "Muon for matrices, " if optim.is_muon else ""
+    average = f", average {optim.ema:g} of the weights" if optim.ema is not None else ""
+    return f"{muon}rate {shown}, {schedule}{comma} after a warm-up of {warmup}{average}"
 
 
 def describe_sharding(cfg: Config, world: World) -> str:
