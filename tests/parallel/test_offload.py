@@ -115,7 +115,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
             if local(parameter).numel():
                 held[name] = state_arenas(state)[1].owns(local(parameter))
         step = next(iter(agreed_steps(state.loader)))
-        state.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        state.masters.free_gradients = lambda: None  # type: ignore[method-assign]
         train_step(state, step, cfg, 0.0)
         moments, shards, gradients = state_arenas(state)
         masters = {n: p for n, p in state.masters.named.items() if local(p).numel()}

@@ -48,6 +48,10 @@ def check(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> None:
 
 
 FAST = [(CASES[n], "finetune") for n in (5,)]
+SUMS: list[Case] = [
+    (1, "zero3", "bf16", "full", f"micro_batch_size={size} precision.linear=fp32_sums") for size in (3, 12)
+]
+FAST += [(SUMS[0], "finetune")]
 BLOCKS: list[Case] = [
     (1, "zero3", "bf16", "none", "micro_batch_size=3 model.train=[language:-2]"),
     (2, "zero3", "bf16", "full", "micro_batch_size=3 model.train=[language:-1]"),
@@ -56,7 +60,7 @@ BLOCKS: list[Case] = [
     (4, "hybrid", "bf16", "full", "micro_batch_size=3 model.train=[vision:-1]"),
 ]
 SLOW = [(case, stage) for case in CASES for stage in ("pretrain", "finetune")]
-SLOW += [(case, "finetune") for case in BLOCKS]
+SLOW += [(case, "finetune") for case in [*BLOCKS, SUMS[1]]]
 
 
 @pytest.mark.slow

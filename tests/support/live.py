@@ -63,6 +63,7 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatchSizes]]
     own = [*state.model.parameters(), *state.model.buffers(), *state.masters.named.values()]
     own += [v for found in state.optimizer.state.values() for v in found.values()]
     own += [t for micro in step.micro_batches for t in tree_leaves(micro.inputs) if torch.is_tensor(t)]
+    own += [p.grad for p in state.masters.named.values() if p.grad is not None]
     alive = AllAlive(own)
     with alive:
         train_step(state, step, cfg, 0.0)

@@ -179,7 +179,7 @@ def check_base(cfg: TrainingKeys) -> None:
             f"offload={cfg.offload.mode.value} with model.quantize.mode={mode.value} would send quantized weights "
             "through the host at every step; choose offload=optimizer or none"
         )
-    if linear is LinearKind.int8_mixed and Part.language not in cfg.model.trained:
+    if linear in (LinearKind.int8_mixed, LinearKind.fp32_sums) and Part.language not in cfg.model.trained:
         raise ConfigError(
             f"precision.linear={linear.value} is for a language model that trains, and model.train="
             f"{cfg.model.train} freezes it; choose precision=bf16"
@@ -224,6 +224,11 @@ def check_offload(cfg: TrainingKeys) -> None:
             f"offload={mode.value} updates fp32 masters and moments, not precision.master_dtype={masters.value} with "
             f"moment_dtype={moments.value}; choose offload=params, or precision.master_dtype=fp32 and "
             "precision.moment_dtype=fp32"
+        )
+    if mode is not OffloadMode.none and precision.linear is LinearKind.fp32_sums:
+        raise ConfigError(
+            f"offload={mode.value} takes gradients away from the device as they are made, and "
+            "precision.linear=fp32_sums adds them there; choose offload=none, or precision.linear=same"
         )
     if mode.moves_weights and precision.linear is LinearKind.fp8:
         raise ConfigError(

@@ -20,6 +20,7 @@ from llava_fsdp.config import (
     Config,
     ContextHow,
     DType,
+    LinearKind,
     OffloadMode,
     Strategy,
 )
@@ -41,6 +42,7 @@ from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.parallel.pipeline.stages import plan_stages
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.precision.summed_linear import check_one_rank
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, place_of_group
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
@@ -882,6 +884,8 @@ class Planner:
         # a single rank uses FSDP only if it has parts of layers, or offloads weights
         if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
+        if self.cfg.precision.linear is LinearKind.fp32_sums:
+            check_one_rank(sharded=True)
         _, shards = mesh_shape(plan, world_size, shard_size)
         offloads_gradients = not states.gradients  # the shards' gradients are offloaded
         passes_through = (

@@ -14,7 +14,7 @@ import torch
 from llava_fsdp.checkpoint.commit import AdapterCopy
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
-from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer, Which
+from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, Quantizer, Which
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.export.prove.logit_distance import CLOSE, Distance, bound_of_classes, distance
 from llava_fsdp.export.prove.reload import comparable, logits_of_class
@@ -317,14 +317,14 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: 
         compute: dtype in which the copy computes.
     """
     found = distance(trained, live)
-    in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
+    in_fp32 = cfg.precision.param_dtype is DType.fp32 and not cfg.precision.linear.in_8_bits
     # with fewer bits, single logits may differ by much, so that only the mean difference is bounded
     if not (found.largest <= CLOSE if in_fp32 else found.mean <= LARGEST_MEAN):
         raise ModelError(
             f"a copy of the trained weights has other logits than the model in training: they differ by "
             f"{found.largest:.2g} of the largest, {found}; please report it"
         )
-    linear = "" if cfg.precision.linear is LinearKind.same else f" and {cfg.precision.linear.value}"
+    linear = f" and {cfg.precision.linear.value}" if cfg.precision.linear.in_8_bits else ""
     by = f"computed in {short_name(compute)} and as in training ({cfg.precision.param_dtype.value}{linear})"
     log_close(f"the trained weights, {by}", found, CLOSE if in_fp32 else LARGEST_MEAN, by_largest=in_fp32)
 

@@ -172,7 +172,7 @@ def update_or_skip(state: TrainState, is_finite: bool) -> None:
         state.skipped += 1
         # with a dynamic loss scale, skipped steps are limited by precision.scaler.minimum instead of this counter
         state.consecutive += state.scaler is None or not state.scaler.is_dynamic
-    state.optimizer.zero_grad(set_to_none=True)
+    state.masters.free_gradients()
 
 
 def run_micro_batches(

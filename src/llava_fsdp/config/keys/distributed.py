@@ -174,7 +174,7 @@ class PrecisionConfig:
     moment_dtype: MomentDType
     """Dtype of the optimizer's stored moments, which are updated in fp32."""
     linear: LinearKind
-    """Number format of the linear layers in the language model's blocks."""
+    """How the linear layers in the language model's blocks multiply."""
     scaler: ScalerConfig
     """Loss scaling, for param_dtype=fp16 only."""
 
@@ -212,7 +212,12 @@ class PrecisionConfig:
         if self.linear is not LinearKind.same and not may_be_bf16:
             raise ConfigError(
                 f"precision.linear={linear} is for param_dtype=bf16, not for {self.param_dtype.value}; choose "
-                f"precision={linear}"
+                f"precision={linear if self.linear.in_8_bits else 'bf16'}"
+            )
+        if self.linear is LinearKind.fp32_sums and self.master_dtype is MasterDType.bf16:
+            raise ConfigError(
+                "precision.linear=fp32_sums adds gradients in fp32, and those of precision.master_dtype=bf16 are bf16; "
+                "choose precision.linear=same, or precision.master_dtype=fp32"
             )
         if self.param_dtype is not DType.fp16 and self.scaler != ScalerConfig():
             raise ConfigError(

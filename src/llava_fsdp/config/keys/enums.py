@@ -223,15 +223,22 @@ class MomentDType(Enum):
 
 
 class LinearKind(Enum):
-    """Choices of `precision.linear`: number format of the matrix products in the linear layers of the language model's
-    transformer blocks."""
+    """Choices of `precision.linear`: how the linear layers of the language model's transformer blocks multiply."""
 
     same = "same"
     """The products are in precision.param_dtype."""
+    fp32_sums = "fp32_sums"
+    """As `same`, and the product that makes a weight's gradient adds it to the fp32 sum over micro-batches, unrounded.
+    One rank alone."""
     fp8 = "fp8"
     """Their factors are cast to fp8, and the products are in param_dtype."""
     int8_mixed = "int8_mixed"
     """Their factors are cast to int8, and the products are in param_dtype."""
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether the factors of the products have 8 bits."""
+        return self in (LinearKind.fp8, LinearKind.int8_mixed)
 
 
 class ActivationCheckpointing(Enum):

@@ -133,7 +133,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         needs["adapters"] = peft
     if cfg.model.quantize.mode is not Quantizer.none:
         needs["quantized base"] = quantizer
-    if cfg.precision.linear is not LinearKind.same:
+    if cfg.precision.linear.in_8_bits:
         needs[cfg.precision.linear.value] = linear
     return needs
 

@@ -1,6 +1,6 @@
 """Set the dtypes in which weights are stored, used in the forward and backward pass, and updated by the optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from llava_fsdp.config import DType, MasterDType, PrecisionConfig
 from llava_fsdp.parallel.precision.fp8 import prepare_scales
+from llava_fsdp.parallel.precision.summed_linear import SummedLinear
 
 DTYPES = {DType.bf16: torch.bfloat16, DType.fp16: torch.float16, DType.fp32: torch.float32}
 MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
@@ -79,6 +80,7 @@ class MasterWeights:
         master: torch.dtype = torch.float32,
         in_fp8: nn.Module | None = None,
         compiled: bool = False,
+        summed: Mapping[torch.Tensor, SummedLinear] | None = None,
     ):
         """Create a master weight for each trainable parameter whose dtype is neither `master` nor fp32, uninitialised,
         and a hook that adds the parameter's gradient to it.
@@ -87,8 +89,11 @@ class MasterWeights:
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.
             in_fp8: the model, if some of its layers multiply in fp8; else None.
             compiled: whether torch.compile makes the kernel that adds gradients.
+            summed: weight -> the layer that adds its gradient within a product, to the gradient of the master weight.
         """
         self.named: dict[str, nn.Parameter] = {}
+        self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Master weights whose gradients layers add within products, and these gradients."""
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._in_fp8 = in_fp8
         add = gradient_adder(compiled)
@@ -99,7 +104,18 @@ class MasterWeights:
             kept = nn.Parameter(torch.empty_like(parameter, dtype=master))
             self.named[name] = kept
             self._copies.append((parameter, kept))
+            if summed and parameter in summed:
+                kept.grad = summed[parameter].gradient_sum = torch.zeros_like(kept)
+                self._sums.append((kept, kept.grad))
+                continue
             parameter.register_post_accumulate_grad_hook(GradientInto(kept, add))
+
+    def free_gradients(self) -> None:
+        """Free the gradients of all master weights. Those that layers add within products become zeros instead."""
+        for parameter in self.named.values():
+            parameter.grad = None
+        for parameter, total in self._sums:
+            parameter.grad = total.zero_()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
+from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, LinearKind, Part
 from llava_fsdp.data.batching.batch import ForwardInputs, Segments
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.model.architecture import Architecture
@@ -33,6 +33,7 @@ from llava_fsdp.parallel.fsdp.units import block_names
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT
 from llava_fsdp.parallel.precision.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
+from llava_fsdp.parallel.precision.summed_linear import SummedLinear, add_in_products
 from llava_fsdp.plan.memory.blank_images import BlankImages
 from llava_fsdp.plan.memory.divided_model import divide_on_meta
 from llava_fsdp.plan.memory.known_values import KnownValues
@@ -145,6 +146,8 @@ class ActivationMeter:
             divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
+        if cfg.precision.linear is LinearKind.fp32_sums:
+            sum_on_meta(model.blocks()[0], MASTERS[cfg.precision.master_dtype])
         count = Compilations(compiler=split_like_inductor) if compiled else None
         device = torch.device("meta")
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, device, count, one_row)
@@ -176,6 +179,14 @@ class ActivationMeter:
         if self.depth is None:
             return segments
         return deepened(segments, stack_name(self.model), self.depth, self.measured, self.period)
+
+
+def sum_on_meta(blocks: nn.ModuleList, master: torch.dtype) -> None:
+    """Make linear layers of blocks on the meta device add gradients within products, to sums of the dtype `master`."""
+    add_in_products(blocks, sharded=False, device=torch.device("meta"))
+    for module in blocks.modules():
+        if isinstance(module, SummedLinear):
+            module.gradient_sum = torch.empty_like(module.weight, dtype=master)
 
 
 def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, part: int) -> None:

@@ -171,7 +171,8 @@ def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterat
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # the layer has added it to a sum, within a product
+                return
             number = live.record_storage(parameter.grad)  # of its storage
             assert number is not None
             trace.gradients[number] = name

@@ -93,6 +93,8 @@ def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
     cast to the master weight's dtype, and added to that of earlier micro-batches. `passes`: for each micro-batch, the
     segments of both passes, with their memory peaks. `states`: bytes held throughout the step."""
     ledger = states.open_ledger()
+    # gradients that no segment makes are sums which products add to (`precision.linear=fp32_sums`); they always exist
+    ledger.add("at rest", gradients=states.gradients - sum(segment.master_gradient_bytes for segment in passes[0]))
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
         for segment in segments:

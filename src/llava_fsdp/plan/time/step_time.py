@@ -15,6 +15,7 @@ from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     ContextHow,
+    LinearKind,
     MasterDType,
     OffloadMode,
     PrecisionConfig,
@@ -363,6 +364,8 @@ class StepTime:
 def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
     """Return the bytes of memory traffic per parameter in a step on one rank, where FSDP copies nothing. The gradient
     of the first micro-batch is cast to the dtype of the master weights, if it has another; later ones are added."""
+    if precision.linear is LinearKind.fp32_sums:
+        return 4  # the sum is filled with zeros; products that add to it are limited by arithmetic, not by memory
     made, master = ITEM_SIZE[precision.param_dtype], 2 if precision.master_dtype is MasterDType.bf16 else 4
     # a cast reads a gradient and writes a master's; an addition reads both and writes the sum
     return (master + made) * (made != master) + (2 * master + made) * (micro_batches - 1)

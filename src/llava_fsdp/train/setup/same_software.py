@@ -16,7 +16,7 @@ import torch
 import transformers
 from xxhash import xxh3_128
 
-from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_dir
+from llava_fsdp.config import Attention, Config, Quantizer, config_dir
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.log import log
@@ -62,7 +62,7 @@ def readers_of_software(cfg: Config) -> dict[str, Callable[[], str]]:
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
-        "torchao": cfg.precision.linear is not LinearKind.same,
+        "torchao": cfg.precision.linear.in_8_bits,
         "flash-attn": cfg.packs and cfg.attention in (Attention.auto, Attention.flash),
     }
     return {

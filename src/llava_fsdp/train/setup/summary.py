@@ -242,7 +242,9 @@ def describe_precision(precision: PrecisionConfig) -> str:
     """Say in one line in which dtypes the training stores and computes, without the compute dtype."""
     text = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
     text += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
-    if precision.linear is not LinearKind.same:
+    if precision.linear is LinearKind.fp32_sums:
+        text += ", within the products of linear layers"
+    if precision.linear.in_8_bits:
         number = precision.linear.value.removesuffix("_mixed")
         text += f"; linear layers of the language model's blocks multiply in {number}"
     if precision.param_dtype is DType.fp16:
