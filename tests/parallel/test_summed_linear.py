@@ -55,6 +55,11 @@ def summed_blocks(count: int) -> tuple[nn.ModuleList, MasterWeights]:
     return blocks, masters
 
 
+def gradient(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def micro_batches() -> list[torch.Tensor]:
     torch.manual_seed(5)
     return [torch.randn(1, tokens, 23).bfloat16().requires_grad_() for tokens in (41, 1, 7)]
@@ -74,11 +79,11 @@ def test_a_layer_computes_as_before_and_adds_unrounded_products() -> None:
         grad = torch.randn_like(output)
         output.backward(grad)
         expected.backward(grad)
-        assert torch.equal(output, expected) and torch.equal(x.grad, other.grad)
+        assert torch.equal(output, expected) and torch.equal(gradient(x), gradient(other))
         wanted.addmm_(grad[0].T.float(), x.detach()[0].float())
         assert torch.equal(layer.gradient_sum, wanted)
-    assert torch.equal(layer.bias.grad, plain.bias.grad) and layer.weight.grad is None
-    rounded = plain.weight.grad.float()
+    assert torch.equal(gradient(layer.bias), gradient(plain.bias)) and layer.weight.grad is None
+    rounded = gradient(plain.weight).float()
     assert not torch.equal(wanted, rounded) and (wanted - rounded).norm() < 4e-3 * wanted.norm()
 
 
@@ -100,10 +105,10 @@ def test_one_graph_for_all_blocks_sizes_and_updates(backend: str) -> None:
                 for block in blocks:
                     hidden = forward(block, hidden)
                 hidden.float().square().sum().backward()
-            sums += [parameter.grad.clone() for parameter in masters.named.values()]
+            sums += [gradient(parameter).clone() for parameter in masters.named.values()]
             with torch.no_grad():
                 for parameter in masters.named.values():
-                    parameter -= 1e-3 * parameter.grad
+                    parameter -= 1e-3 * gradient(parameter)
             masters.refresh()
             masters.free_gradients()
         assert all(
