@@ -15,7 +15,7 @@ from llava_fsdp.parallel.context.share_rows import share_rows
 from llava_fsdp.parallel.expert_parallel import share_experts_of
 from llava_fsdp.parallel.fsdp.materialize import masters_of, materialize
 from llava_fsdp.parallel.fsdp.parts import ModelParts, parts_of
-from llava_fsdp.parallel.fsdp.unit_settings import log_useless_settings
+from llava_fsdp.parallel.fsdp.unit_settings import count_reduced, log_useless_settings
 from llava_fsdp.parallel.fsdp.units import shard
 from llava_fsdp.parallel.local_shards import clean_name
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
@@ -102,7 +102,9 @@ def apply_parallelism(
     # Memory is taken after sharding, so that no rank ever holds more than its shards.
     materialize(model, offload.materialize, roots)
     masters = masters_of(model, parts.stacks[0], cfg.precision, compiles)
-    log_useless_settings(cfg.sharding, parts.stacks, parallelism.shards, parallelism.is_first)
+    log_useless_settings(
+        cfg.sharding, parts.stacks, parallelism.shards, sum(map(count_reduced, roots)), parallelism.is_first
+    )
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()  # after all that writes to them
