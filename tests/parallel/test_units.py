@@ -127,7 +127,7 @@ def test_settings_that_do_nothing_are_said(configure: Configure, pools: dict[int
             [],
             ["sharding.prefetch=3 is as 2: blocks that are sharded make 3 units"],
             ["sharding.blocks_per_unit=9 is as 3: no stack of the model has more blocks",
-             "sharding.reductions=99 is as 5: 5 units have gradients",
+             "sharding.reductions=99 is as 4: 4 units have gradients",
              "sharding.prefetch=9 is as 1: blocks that are sharded make 2 units"],
             ["sharding.blocks_per_unit=9 is as 3: no stack of the model has more blocks",
              "sharding.reductions=99 takes memory and does nothing else: every rank has whole weights, and the "
