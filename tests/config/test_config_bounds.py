@@ -81,6 +81,7 @@ BOUNDS: list[tuple[Any, str, tuple, tuple]] = [
      ("", "-1", "1.5", ".5%", "5.%", "5 %", "100.01%")),
     ("train", "sharding.blocks_per_unit", (1,), (0,)),
     ("train", "sharding.prefetch", (None, 1), (0,)),
+    ("train", "sharding.reductions", (1,), (0,)),
     ("hybrid", "sharding.shard_size", (None, 1), (0,)),
     ("fp16", "precision.scaler.scale", (None, SMALL), (0.0, *TOO_LARGE)),
     ("fp16", "precision.scaler.window", (1,), (0,)),

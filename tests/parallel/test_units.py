@@ -12,13 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config, ShardingConfig, Strategy
 from llava_fsdp.model.llava.llava import Llava
-from llava_fsdp.parallel.fsdp.unit_settings import describe_units, useless_settings
-from llava_fsdp.parallel.fsdp.units import block_names, gather_ahead, units_of_blocks
+from llava_fsdp.parallel.fsdp.unit_settings import count_reduced, describe_units, useless_settings
+from llava_fsdp.parallel.fsdp.units import block_names, gather_ahead, reduce_at_once, units_of_blocks
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, ShardPlan, begin_micro_batch
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 
@@ -29,6 +30,8 @@ WAYS = [
     ["sharding.prefetch=2"],
     ["sharding.blocks_per_unit=2"],
     ["sharding.blocks_per_unit=2", "sharding.prefetch=1"],
+    ["sharding.reductions=2"],
+    ["sharding.reductions=3"],
 ]
 
 
@@ -40,6 +43,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
         with CollectiveBytes() as counter:
             results = [train_step(state, step, cfg, 0.0) for step in agreed_steps(state.loader)]
         weights = {name: local(p).clone() for name, p in state.masters.named.items()}
+        assert limits(state.model) == {cfg.sharding.reductions}
         found.append(([(r.loss, r.grad_norm) for r in results], weights, counter.moved, units(state.model)))
     return found
 
@@ -51,6 +55,12 @@ def units(model: torch.nn.Module) -> list[list[str]]:
         if isinstance(module, FSDPModule):
             together.setdefault(id(module._get_fsdp_state()), []).append(name)
     return list(together.values())
+
+
+def limits(model: torch.nn.Module) -> set[int]:
+    """How many reduce-scatters FSDP keeps the inputs of, as it resolved it for the units together."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return {state._comm_ctx.reduce_scatter_max_input_buffers for state in states}
 
 
 def reduced_before_blocks(world: World, configs: list[Config]) -> list[tuple[list[list[str]], set[str]]]:
@@ -97,11 +107,11 @@ def told(world: World, configs: list[Config]) -> list[list[str]]:
         parallelism = Parallelism.of(cfg, world)
         model = train.build_state(cfg, parallelism).model
         assert isinstance(model, Llava)
-        found.append(useless_settings(cfg.sharding, model.blocks(), parallelism.shards))
+        found.append(useless_settings(cfg.sharding, model.blocks(), parallelism.shards, count_reduced(model)))
     return found
 
 
-MANY = ["sharding.blocks_per_unit=9", "sharding.prefetch=9"]
+MANY = ["sharding.blocks_per_unit=9", "sharding.reductions=99", "sharding.prefetch=9"]
 
 
 @pytest.mark.slow
@@ -117,8 +127,11 @@ def test_settings_that_do_nothing_are_said(configure: Configure, pools: dict[int
             [],
             ["sharding.prefetch=3 is as 2: blocks that are sharded make 3 units"],
             ["sharding.blocks_per_unit=9 is as 3: no stack of the model has more blocks",
+             "sharding.reductions=99 is as 4: 4 units have gradients",
              "sharding.prefetch=9 is as 1: blocks that are sharded make 2 units"],
             ["sharding.blocks_per_unit=9 is as 3: no stack of the model has more blocks",
+             "sharding.reductions=99 takes memory and does nothing else: every rank has whole weights, and the "
+             "backward pass waits for no reduction",
              "sharding.prefetch=9 does nothing: every rank has whole weights"],
             [],
         ]  # fmt: skip
@@ -129,7 +142,9 @@ def test_settings_that_do_nothing_are_said(configure: Configure, pools: dict[int
 def test_what_is_set_is_on_the_screen(configure: Configure) -> None:
     assert describe_units(configure().sharding) == ""
     cfg = configure(*MANY)
-    assert describe_units(cfg.sharding) == "9 blocks gathered together, 9 gathers begun ahead"
+    assert describe_units(cfg.sharding) == (
+        "9 blocks gathered together, 9 gathers begun ahead, gradients of 99 units reduced at once"
+    )
 
 
 class Unit(FSDPModule, torch.nn.Linear):
@@ -182,20 +197,43 @@ def stacks(*sizes: int) -> list[torch.nn.ModuleList]:
 def test_settings_without_effect(size: int, ahead: int | None, shards: int | None, expected: list[str]) -> None:
     """A language model of three blocks, and a tower of two."""
     sharding = ShardingConfig(strategy=Strategy.FULL_SHARD, shard_size=None, prefetch=ahead, blocks_per_unit=size)
-    found = useless_settings(sharding, stacks(3, 2), shards)
+    found = useless_settings(sharding, stacks(3, 2), shards, 5)
     assert len(found) == len(expected)
     assert all(said.startswith(begin) for said, begin in zip(found, expected, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("at_once", "shards", "reduced", "expected"),
+    [
+        (1, 4, 5, ""), (5, 4, 5, ""), (6, 4, 5, "sharding.reductions=6 is as 5: 5 units have gradients"),
+        (2, 4, 0, "sharding.reductions=2 is as 1: 0 units"), (1, 4, 0, ""), (1, None, 0, ""), (1, 1, 5, ""),
+        (2, None, 0, "sharding.reductions=2 does nothing on one rank"),
+        (2, 1, 5, "sharding.reductions=2 takes memory and does nothing else: every rank has whole weights"),
+    ],
+)  # fmt: skip
+def test_reductions_without_effect(at_once: int, shards: int | None, reduced: int, expected: str) -> None:
+    sharding = ShardingConfig(strategy=Strategy.FULL_SHARD, shard_size=None, reductions=at_once)
+    found = useless_settings(sharding, stacks(3, 2), shards, reduced)
+    assert len(found) == bool(expected) and all(said.startswith(expected) for said in found), found
+
+
+def test_an_older_torch_is_refused_but_for_one_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_max_input_buffers", raising=False)
+    reduce_at_once(made := Unit(), 1)
+    assert made.told == {}
+    with pytest.raises(ConfigError, match=r"^sharding\.reductions=3 needs torch 2\.13 .*: set it to 1, or install"):
+        reduce_at_once(made, 3)
 
 
 def test_a_single_unit_has_none_to_gather_ahead() -> None:
     """Blocks that are not sharded, as frozen ones, make no unit."""
     sharding = ShardingConfig(strategy=Strategy.FULL_SHARD, shard_size=None, prefetch=1)
     made = [*stacks(1), torch.nn.ModuleList([torch.nn.Linear(1, 1)])]
-    (said,) = useless_settings(sharding, made, 2)
+    (said,) = useless_settings(sharding, made, 2, 1)
     assert said.startswith("sharding.prefetch=1 does nothing: fewer than two units")
     sharding.blocks_per_unit = 2
     partly = torch.nn.ModuleList([torch.nn.Linear(1, 1), Unit()])
-    assert useless_settings(sharding, [partly, *stacks(1)], 2) == []
+    assert useless_settings(sharding, [partly, *stacks(1)], 2, 2) == []
 
 
 def test_the_next_units_are_gathered_ahead() -> None:

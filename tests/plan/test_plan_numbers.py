@@ -22,6 +22,7 @@ from llava_fsdp.config import (
     PatchMerge,
     PrecisionConfig,
     SamplerName,
+    ShardingConfig,
     Source,
     Strategy,
 )
@@ -228,6 +229,11 @@ def test_what_machines_have() -> None:
     assert {nodes: node_counts(nodes) for nodes in counts} == counts
 
 
+def sharding(**keys: int) -> ShardingConfig:
+    """Settings of FSDP units; the strategy is not looked at."""
+    return ShardingConfig(strategy=Strategy.FULL_SHARD, shard_size=None, **keys)
+
+
 def precision() -> PrecisionConfig:
     return config_of(["precision=bf16"]).precision
 
@@ -275,15 +281,15 @@ def test_weights_sharded_along_dimension_1_are_copied(
     """All of a unit in an all-gather; one gradient after the other before a reduce-scatter, of which the last stays."""
     sizes = {"backward_gradients": gradients, "reduce_input": reduce_input, "reduce_output": reduce_output}
     own = replace(unit("a", 1, True), second_copy=7, is_copied=(True, True), shard_gradients=0, **sizes)
-    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
+    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, sharding())
     rank.prefetch("a")
     rank.copy_out("a", "gather")
     assert rank.ledger.most == 20 + 20 + 7
-    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
+    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, sharding())
     rank.finish_unit("a", 20, True, "reduce")
     assert rank.ledger.most == most and rank.ledger.held["reducing"] == reduce_input
     waiting = replace(own, backward_gradients=(0, 0), kept_gradients=gradients, is_copied=(False, True))
-    rank = FsdpRank(Ledger(), {"a": waiting}, SHARD_PLANS[Strategy.SHARD_OPTIMIZER], {"a": "a"}, None)
+    rank = FsdpRank(Ledger(), {"a": waiting}, SHARD_PLANS[Strategy.SHARD_OPTIMIZER], {"a": "a"}, sharding())
     rank.finish_unit("a", 0, False, "wait")
     rank.finish_unit("a", 0, True, "reduce")
     last = gradients[1]
@@ -294,7 +300,7 @@ def test_weights_sharded_along_dimension_1_are_copied(
 def test_the_last_gradient_of_a_unit_stays_until_the_end_of_its_reduction(sharded: bool, kept: int) -> None:
     """If more than one rank shards: without another rank FSDP has no loop over gradients whose variable holds it."""
     own = replace(unit("a", 1, sharded), reduce_input=1, reduce_output=100)
-    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
+    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, sharding())
     rank.finish_unit("a", 20, True, "reduce")
     assert rank.ledger.most == 1 + 100 + kept and rank.ledger.held["reducing"] == 1
 
@@ -406,36 +412,39 @@ def one_pass(gradients: int = 20, activations: int = 9) -> list[PassSegment]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "micros", "blocks_per_unit", "prefetch", "moment", "gradients", "gathered", "reducing", "activations"),
+    ("strategy", "micros", "blocks_per_unit", "key", "moment", "gradients", "gathered", "reducing", "activations"),
     [
         # gathered: the root unit (20), block c (60), the buffer of the next block b (40)
         # reducing: what is left of block d (160), gradients of the root unit (20) and of block c (60)
-        ("FULL_SHARD", 1, 1, None, "c", 48, 120, 240, 9),
-        ("FULL_SHARD", 2, 1, None, "c", 132, 120, 240, 9),
-        ("FULL_SHARD", 2, 1, 2, "c", 132, 140, 240, 9),  # and the buffer of block a
-        ("FULL_SHARD", 2, 2, None, "c", 132, 80, 440, 0),  # units of blocks a and b, c and d
-        ("FULL_SHARD", 2, 4, None, "a", 132, 20, 620, 0),
-        ("HYBRID_SHARD", 2, 1, None, "c", 118, 120, 240, 9),  # 10 for each size until the last micro-batch, then 12
-        ("SHARD_GRAD_OP", 1, 1, None, "c", 48, 140, 240, 9),
-        ("SHARD_GRAD_OP", 2, 1, None, "d", 132, 140, 260, 0),
-        ("_HYBRID_SHARD_ZERO2", 2, 1, None, "d", 110, 140, 260, 0),
-        ("SHARD_OPTIMIZER", 2, 1, None, "d", 0, 140, 700, 0),  # all gradients wait, widened: 40 for each size
-        ("SHARD_OPTIMIZER", 3, 2, None, "c", 0, 80, 880, 0),
-        ("NO_SHARD", 1, 1, None, "c", 48, 140, 240, 9),
+        ("FULL_SHARD", 1, 1, "", "c", 48, 120, 240, 9),
+        ("FULL_SHARD", 2, 1, "", "c", 132, 120, 240, 9),
+        ("FULL_SHARD", 2, 1, "prefetch=2", "c", 132, 140, 240, 9),  # and the buffer of block a
+        ("FULL_SHARD", 2, 1, "reductions=2", "b", 132, 80, 340, 9),  # what is left of d (160) and c (120), and 40 of b
+        ("FULL_SHARD", 2, 2, "", "c", 132, 80, 440, 0),  # units of blocks a and b, c and d
+        ("FULL_SHARD", 2, 4, "", "a", 132, 20, 620, 0),
+        ("HYBRID_SHARD", 2, 1, "", "c", 118, 120, 240, 9),  # 10 for each size until the last micro-batch, then 12
+        ("SHARD_GRAD_OP", 1, 1, "", "c", 48, 140, 240, 9),
+        ("SHARD_GRAD_OP", 2, 1, "", "d", 132, 140, 260, 0),
+        ("_HYBRID_SHARD_ZERO2", 2, 1, "", "d", 110, 140, 260, 0),
+        ("SHARD_OPTIMIZER", 2, 1, "", "d", 0, 140, 700, 0),  # all gradients wait, widened: 40 for each size
+        ("SHARD_OPTIMIZER", 3, 2, "", "c", 0, 80, 880, 0),
+        ("NO_SHARD", 1, 1, "", "c", 48, 140, 240, 9),
     ],
 )
 def test_worst_moment_of_a_step_on_imagined_units(
-    strategy: str, micros: int, blocks_per_unit: int, prefetch: int | None, moment: str,
+    strategy: str, micros: int, blocks_per_unit: int, key: str, moment: str,
     gradients: int, gathered: int, reducing: int, activations: int,
 ) -> None:  # fmt: skip
     """The input tensors are those of the micro-batch of that moment, the last one."""
+    name, _, value = key.partition("=")
+    of_units = sharding(**{name: int(value)} if key else {})
     names = {name: BLOCKS[n // blocks_per_unit * blocks_per_unit] for n, name in enumerate(BLOCKS)}
     sizes = {"": 1} | {first: 0 for first in names.values()}
     for size, name in enumerate(BLOCKS, 1):
         sizes[names[name]] += size
     units = {name: unit(name, size, strategy != "NO_SHARD") for name, size in sizes.items()}
     states = States(1000, 12 * 11, 2000, buffers=5, updating=7, inputs=tuple(range(100, 100 + micros)))
-    found = simulate_step([one_pass()] * micros, units, SHARD_PLANS[Strategy(strategy)], states, names, prefetch)
+    found = simulate_step([one_pass()] * micros, units, SHARD_PLANS[Strategy(strategy)], states, names, of_units)
     assert found.moment == f"backward of {moment}"
     assert found.worst == {
         "parameters": 1000, "gradients": gradients, "optimizer": 2000, "gathered": gathered, "reducing": reducing,
@@ -448,7 +457,7 @@ def test_the_output_layer_is_gathered_last_and_reduced_first(strategy: Strategy)
     """In two micro-batches; its gradient, of 20 bytes, is not one of the root unit's, which has none."""
     units = {name: unit(name, size, True) for size, name in enumerate(BLOCKS, 1)}
     units |= {"": unit("", 0, True), OUTPUT: unit(OUTPUT, 1, True)}
-    rank = FsdpRank(Ledger(), units, SHARD_PLANS[strategy], {name: name for name in BLOCKS}, None)
+    rank = FsdpRank(Ledger(), units, SHARD_PLANS[strategy], {name: name for name in BLOCKS}, sharding())
     segments = one_pass()
     forward, backward = segments[:6], segments[6:]
     forward[-1] = replace(forward[-1], block=OUTPUT)

@@ -142,6 +142,23 @@ def test_larger_units_and_units_ahead_take_what_they_take(
     assert more_bytes > 0 or (sharding, mode) != ("zero3", "full")  # else the worst moment has little gathered
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_each_reduction_at_the_same_time_takes_what_is_planned(
+    wide_parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """To the byte, on two ranks with three blocks: one more input of a reduce-scatter is alive at the worst moment."""
+    found = []
+    for count in (1, 2, 3):
+        case = 2, "zero3", "bf16", "full", f"micro_batch_size=6 sharding.reductions={count}"
+        cfg = configure(wide_parts, dataset, tmp_path, case)
+        steps = measured(cfg, 2, pools)
+        found.append([(most, peak(cfg, 2, "cpu", micros, r).bytes["total"]) for r, (most, micros) in enumerate(steps)])
+    for one, two, three in zip(*found, strict=True):
+        assert one[0] < two[0] < three[0] and one[0] == pytest.approx(one[1], rel=CLOSE)
+        assert (two[0] - one[0], three[0] - one[0]) == (two[1] - one[1], three[1] - one[1])
+
+
 def test_worst_moment_is_no_sum_of_worst_moments(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Logits are gone when the first block's backward runs; gradients of shards come after it."""
     case = 4, "zero3", "bf16", "full", "tokens_per_micro_batch=2048"

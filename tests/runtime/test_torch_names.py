@@ -23,6 +23,9 @@ YOUNGER = {
     "torch.distributed._functional_collectives.all_gather_single_autograd": (
         "2.13", "tests/parallel/test_context.py::test_an_older_torch_is_refused",
     ),
+    "torch.distributed.fsdp.FSDPModule.set_reduce_scatter_max_input_buffers": (
+        "2.13", "tests/parallel/test_units.py::test_an_older_torch_is_refused_but_for_one_reduction",
+    ),
     "torch.distributed.pipelining._utils._StageMeta": (
         "2.13", "tests/parallel/test_context.py::test_an_older_torch_is_refused",
     ),

@@ -15,8 +15,9 @@ from llava_fsdp.parallel.context.share_rows import share_rows
 from llava_fsdp.parallel.expert_parallel import share_experts_of
 from llava_fsdp.parallel.fsdp.materialize import masters_of, materialize
 from llava_fsdp.parallel.fsdp.parts import ModelParts, parts_of
-from llava_fsdp.parallel.fsdp.unit_settings import log_useless_settings
+from llava_fsdp.parallel.fsdp.unit_settings import count_reduced, log_useless_settings
 from llava_fsdp.parallel.fsdp.units import shard
+from llava_fsdp.parallel.fsdp.waiting_gradients import add_with_kernel
 from llava_fsdp.parallel.local_shards import clean_name
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
@@ -26,6 +27,7 @@ from llava_fsdp.parallel.pipeline.own_stages import Elsewhere, plan_own_stages, 
 from llava_fsdp.parallel.pipeline.pipeline import Pipeline
 from llava_fsdp.parallel.precision.low_precision import multiply_in
 from llava_fsdp.parallel.precision.precision import MasterWeights, compute_norms_in_fp32, store_weights
+from llava_fsdp.parallel.sharding_strategies import Sync
 from llava_fsdp.parallel.tensor.divide_layers import cuts_of, divide_layers
 from llava_fsdp.parallel.watch_routers import routers_to_watch, watch_routers
 
@@ -99,10 +101,16 @@ def apply_parallelism(
     roots: list[nn.Module] = stages.of(model) if stages is not None else [model]
     for root in roots:
         shard(root, parts, cfg, parallelism, offload, experts)
+    # strategies whose gradients wait, unreduced, for the step's last micro-batch
+    if compiles and parallelism.device.type == "cuda" and parallelism.plan.gradient_sync is Sync.LAST_MICRO_BATCH:
+        for root in roots:
+            add_with_kernel(root, compiled=True)
     # Memory is taken after sharding, so that no rank ever holds more than its shards.
     materialize(model, offload.materialize, roots)
     masters = masters_of(model, parts.stacks[0], cfg.precision, compiles)
-    log_useless_settings(cfg.sharding, parts.stacks, parallelism.shards, parallelism.is_first)
+    log_useless_settings(
+        cfg.sharding, parts.stacks, parallelism.shards, sum(map(count_reduced, roots)), parallelism.is_first
+    )
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()  # after all that writes to them

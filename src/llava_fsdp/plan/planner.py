@@ -703,7 +703,7 @@ class Planner:
             lambda: passes_of(parallel, group.number, len(run)),
         )
         steps = [(one, segments[one.stage, run[one.micro_batch]]) for one in order]
-        return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
+        return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding)
 
     def with_messages(self, sent: Volume, ranks: RankCounts, micros: MicroBatches, group: Group) -> Volume:
         """Return `sent`, what a rank receives in a step, with what other stages send: hidden states from the stages
@@ -892,7 +892,7 @@ class Planner:
             offloads_gradients and self.machine.device != "cpu"
         )  # offloaded shards are copied to the device first
         units = self.units(group, choice, shards, offloads_gradients, passes_through)
-        return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
+        return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
         """Return the bytes that stay on the device under this mode of offload. On a CPU machine host memory counts as

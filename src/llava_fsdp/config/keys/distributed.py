@@ -25,14 +25,17 @@ class ShardingConfig:
     shard_size: int | None
     """Hybrid strategies: number of ranks that share one copy of the model; null: those of one node."""
     prefetch: int | None = None
-    """Number of FSDP units whose weights are gathered ahead of the running one; null: one, as FSDP2 does."""
+    """Number of FSDP units gathered ahead of the running one; null: one, FSDP2's default."""
     blocks_per_unit: int = 1
-    """Number of transformer blocks whose weights are gathered and gradients reduced together."""
+    """Number of transformer blocks that are gathered and reduced together."""
+    reductions: int = 1
+    """Number of FSDP units whose gradients are reduced at once."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value, or a combination of values, is not allowed."""
         at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
         at_least("sharding.prefetch", self.prefetch, 1, "null leaves it to FSDP2")
+        at_least("sharding.reductions", self.reductions, 1)
         at_least("sharding.shard_size", self.shard_size, 1)
         is_hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2, Strategy.auto)
         if self.shard_size is not None and not is_hybrid:

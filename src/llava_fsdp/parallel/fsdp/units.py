@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,6 +19,7 @@ from llava_fsdp.parallel.memory.offload import Offload
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, norms_kept_in_fp32
 from llava_fsdp.parallel.sharding_strategies import ShardPlan
+from llava_fsdp.runtime.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -44,6 +46,9 @@ def shard(
         parts: parts of the model; those that are not in the stage are ignored.
         offload: says whether FSDP keeps the shards in host memory.
         experts: experts that ranks share, and their mesh; None: experts are sharded with their blocks.
+
+    Raises:
+        ConfigError: torch is too old for `sharding.reductions`.
     """
     mesh, frees_blocks = parallelism.meshes.states, parallelism.plan.reshard_after_forward
     if mesh is None:
@@ -83,6 +88,7 @@ def shard(
     if together is not None:
         # this hook runs after FSDP's own forward pre-hook of the model, with which FSDP begins a forward pass
         model.register_forward_pre_hook(lambda *_: together())
+    reduce_at_once(model, cfg.sharding.reductions)
     reduce_by_sum(model)  # over ranks, not their mean: the loss is divided by the labels of the whole step
 
 
@@ -148,6 +154,26 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
     for place, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + count])
         unit.set_modules_to_backward_prefetch(sharded[max(0, place - count) : place][::-1])
+
+
+def reduce_at_once(model: nn.Module, count: int) -> None:
+    """Let FSDP reduce the gradients of `count` units at the same time. With 1, FSDP2's default, the backward
+    pass waits before each reduce-scatter until the one before it is done, and then frees that one's input, a copy of a
+    unit's gradients. Each further one takes the memory of another input (`FSDPParamGroup.post_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:640).
+
+    Raises:
+        ConfigError: this torch keeps one input only; torch 2.13 is the first that can keep more.
+    """
+    if count == 1:
+        return
+    if not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
+        raise ConfigError(
+            f"sharding.reductions={count} needs torch 2.13 or a newer one, and this is torch {torch.__version__}: set "
+            "it to 1, or install a newer torch"
+        )
+    assert isinstance(model, FSDPModule)
+    model.set_reduce_scatter_max_input_buffers(count)
 
 
 class GatheredFirst(nn.Module):

@@ -7,6 +7,7 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from llava_fsdp.config import ShardingConfig
 from llava_fsdp.parallel.memory.memory import NORMS, OUTPUT, ROOT, unit_of_experts
 from llava_fsdp.parallel.sharding_strategies import ShardPlan, Sync
 from llava_fsdp.plan.memory.activations import LEVELS, Live, PassSegment
@@ -115,7 +116,7 @@ def simulate_step(
     plan: ShardPlan,
     states: States,
     unit_names: dict[str, str],
-    prefetch: int | None,
+    sharding: ShardingConfig,
 ) -> Ledger:
     """Simulate the device memory of one rank in a training step under FSDP. Return its bytes at the highest peak.
 
@@ -125,10 +126,10 @@ def simulate_step(
         plan: the FSDP2 settings of the sharding strategy.
         states: what the rank holds throughout the step.
         unit_names: block name -> name of its FSDP unit.
-        prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
+        sharding: says how many units are gathered ahead of their use, and reduced at the same time.
     """
     ledger = states.open_ledger()
-    rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
+    rank = FsdpRank(ledger, units, plan, unit_names, sharding)
     for number, segments in enumerate(passes, start=1):
         states.begin_pass(ledger, number - 1)
         rank.run_micro_batch(segments, is_last=number == len(passes))
@@ -140,7 +141,12 @@ class FsdpRank:
     """Simulates FSDP on one rank: gathered weights, buffers and gradients while segments run."""
 
     def __init__(
-        self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
+        self,
+        ledger: Ledger,
+        units: dict[str, Unit],
+        plan: ShardPlan,
+        unit_names: dict[str, str],
+        sharding: ShardingConfig,
     ):
         """Begin to simulate FSDP on one rank.
 
@@ -148,21 +154,23 @@ class FsdpRank:
             ledger: gets the bytes that the rank holds at each moment.
             units: the FSDP units by name; the weights of a unit are gathered and freed together.
             unit_names: block name -> name of its FSDP unit.
-            prefetch: number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only.
+            sharding: says how many units are gathered ahead of their use, and reduced at the same time.
         """
         self.ledger = ledger
         self.units = units
         self.plan = plan
         self.unit_names = unit_names
-        self.prefetch_forward, self.prefetch_backward = prefetch or 0, prefetch or 1
+        # without the key, FSDP2 gathers one unit ahead, in the backward pass only
+        self.prefetch_forward, self.prefetch_backward = sharding.prefetch or 0, sharding.prefetch or 1
+        self.reductions = sharding.reductions
         self.gathered: set[str] = set()
         self.buffers: dict[str, int] = {}
         """Bytes of each unit's all-gather buffer until it is copied into the weights; in the forward pass until the
         next unit is copied."""
         self.copied: str | None = None
         """The unit whose all-gather buffer has been copied into its weights but is not yet freed."""
-        self.reduce_input = 0
-        """Bytes of the input buffer of the most recent reduce-scatter."""
+        self.reduce_inputs: list[int] = []
+        """Bytes of the input buffers of the most recent reduce-scatters, the oldest first; at most `reductions`."""
         self.waiting: dict[str, int] = {}
         """Unit -> bytes of whole gradients in the reduction dtype that wait for the step's last micro-batch."""
         self.shards: dict[str, int] = {}
@@ -250,11 +258,12 @@ class FsdpRank:
             self.ledger.drop(reducing=made_before)  # `finish_unit` adds it again
             self.finish_unit(unit, made_before + made, is_last, describe(segment))
             made_before = 0
-        self.finish_unit(NORMS, 0, is_last, "end of backward")  # 0: the blocks' `gradient_bytes` have its gradients
         self.ledger.drop(reducing=self.root_made)  # `finish_unit` adds it again
         self.finish_unit(ROOT, self.root_made, is_last, "end of backward")
-        self.ledger.drop(reducing=self.reduce_input)
-        self.root_made = self.reduce_input = 0
+        self.finish_unit(NORMS, 0, is_last, "end of backward")  # 0: the blocks' `gradient_bytes` have its gradients
+        self.ledger.drop(reducing=sum(self.reduce_inputs))
+        self.reduce_inputs.clear()
+        self.root_made = 0
         self.drop_buffers()
 
     def run_with_experts(self, segment: PassSegment, is_last: bool) -> int:
@@ -369,8 +378,10 @@ class FsdpRank:
         if not reduces:
             self.keep_gradients(name, added, moment)  # they wait in the reduction dtype
             return
-        self.ledger.drop(reducing=self.reduce_input)  # that of the unit before, which FSDP holds until now
-        self.reduce_input = unit.reduce_input
+        while len(self.reduce_inputs) >= self.reductions:  # FSDP holds those of units before until now
+            self.ledger.drop(reducing=self.reduce_inputs.pop(0))
+        if unit.reduce_input:  # a frozen unit waits for those before it, and has none of its own
+            self.reduce_inputs.append(unit.reduce_input)
         # bytes of each weight's gradient: in the reduction dtype if it has waited, else as the backward pass made it
         sizes = unit.kept_gradients if name in self.waiting else unit.backward_gradients
         # `foreach_reduce` replaces gradients of weights sharded along dimension 1 by copies, one after the other

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llava_fsdp.config import ParallelConfig
+from llava_fsdp.config import ParallelConfig, ShardingConfig
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
@@ -112,7 +112,7 @@ def simulate_pipeline(
     plan: ShardPlan,
     states: States,
     unit_names: dict[str, str],
-    prefetch: int | None,
+    sharding: ShardingConfig,
 ) -> Ledger:
     """Simulate the device memory of one rank of a pipeline in a training step under FSDP.
 
@@ -122,10 +122,10 @@ def simulate_pipeline(
         plan: what FSDP shards, and whether it frees gathered weights after the forward pass.
         states: bytes that the rank holds throughout a step, such as its shards.
         unit_names: block name -> name of its FSDP unit.
-        prefetch: number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only.
+        sharding: says how many units are gathered ahead of their use, and reduced at the same time.
     """
     ledger = states.open_ledger()
-    rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
+    rank = FsdpRank(ledger, units, plan, unit_names, sharding)
     left = Counter(one.stage for one, _ in order if not one.is_forward)  # stage -> backward passes still to run
     messages = kept_messages(order)  # for each pass, bytes of sent tensors that torch's schedule still holds after it
     under_way = Live()  # what forward passes have kept whose backward passes have not run yet
