@@ -104,9 +104,9 @@ def apply_parallelism(
     masters = masters_of(model, parts.stacks[0], cfg.precision, compiles)
     log_useless_settings(cfg.sharding, parts.stacks, parallelism.shards, parallelism.is_first)
     fill(model, masters)
-    with explained_compiler_errors():
-        masters.refresh()
     restore_buffers(model, buffers, clean_name)
+    with explained_compiler_errors():
+        masters.refresh()  # after buffers are restored, because fp8 layers add buffers here
     offload.drop_loaded_shards()  # after all that writes to them
     dynamic, pipeline = None, None
     if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
