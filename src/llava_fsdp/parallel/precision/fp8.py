@@ -137,8 +137,8 @@ class StoredFp8Linear(nn.Linear):
         allocates the buffers, and replaces the parameter's memory by one NaN for all elements, so that a use of its
         values by mistake shows. `store_weight`: see `weight_storer`."""
         if self.fp8 is None:
-            self.fp8 = torch.empty_like(self.weight, dtype=FP8)
-            self.fp8_transposed = torch.empty_like(self.weight.t(), dtype=FP8, memory_format=torch.contiguous_format)
+            self.fp8 = self.weight.new_empty(self.out_features, self.in_features, dtype=FP8)
+            self.fp8_transposed = self.weight.new_empty(self.in_features, self.out_features, dtype=FP8)
             self.inverse_scale = self.weight.new_empty((), dtype=torch.float32)
             self.weight.data = self.weight.new_tensor(math.nan).expand_as(self.weight)
         assert self.fp8_transposed is not None and self.inverse_scale is not None
