@@ -19,7 +19,7 @@ from bench import Report, clock, command_line, facts, reason, write_json
 from speed_peers import Work, samples_of_steps
 from torch.nn.functional import scaled_dot_product_attention
 
-from llava_fsdp.parallel.precision.fp8 import FP8, LARGEST
+from llava_fsdp.parallel.precision.fp8 import FP8, LARGEST, weight_storer
 from llava_fsdp.parallel.precision.precision import gradient_adder
 
 LAYERS = 32
@@ -153,14 +153,13 @@ def fp8_cast(bench: Bench, n: int, k: int, compiled: bool) -> Report:
     """A weight scaled by its largest element and cast to fp8, in the layouts of forward and backward pass."""
     bench.needs_gpu(compiled)
 
-    def cast(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = (weight.float() * (LARGEST / weight.abs().amax().float().clamp(min=1e-12))).to(FP8)
-        return values, values.T.contiguous()
-
-    weight, run = bench.random(n, k), torch.compile(cast) if compiled else cast
-    largest = float(run(weight)[0].float().abs().max())
+    weight, store = bench.random(n, k), weight_storer(compiled)
+    layouts = (torch.empty(shape, dtype=FP8, device=bench.device) for shape in ((n, k), (k, n)))
+    stored = *layouts, torch.empty((), device=bench.device)
+    store(weight, *stored)
+    largest = float(stored[0].float().abs().max())
     assert largest == LARGEST, f"the largest element is {largest}, not {LARGEST}"
-    seconds = bench.seconds(lambda: run(weight))
+    seconds = bench.seconds(lambda: store(weight, *stored))
     return {"ms": 1e3 * seconds, "TB/s": 4 * n * k / seconds / 1e12, "ms of 7B": 1e3 * seconds * of_model(n * k)}
 
 

@@ -100,7 +100,6 @@ BRIEF = [
     Way("bf16", None, NONE),
     Way("bf16, move 1: gradients of weights added inside the products", None,
         (*NONE, "precision.linear=fp32_sums"), is_move=True),
-    Way("bf16, move 2: cuDNN's attention with cumulative lengths", None, (*NONE, "attention=cudnn"), is_move=True),
     Way("fp8", None, ("precision.linear=fp8", *NONE), "torchao"),
 ]  # fmt: skip
 """Of the call `brief` of gpu.sh."""

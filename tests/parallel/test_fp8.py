@@ -75,8 +75,8 @@ def test_refused_where_no_layer_fits(configure: Configure) -> None:
         steps(single_world(), configure(*FP8))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_becomes_fp8(sharded: bool, wide: Path, dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sharded", "has_copies"), [(False, False), (True, False), (False, True)])
+def test_what_becomes_fp8(sharded: bool, has_copies: bool, wide: Path, dataset: Path, tmp_path: Path) -> None:
     """By torchao's settings for a GPU: the linear layers of the language model's blocks, under their names."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     cfg = make_config(wide, dataset, tmp_path, *FP8, "model.train=[projector,language,vision]")
@@ -86,10 +86,13 @@ def test_what_becomes_fp8(sharded: bool, wide: Path, dataset: Path, tmp_path: Pa
     expected = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     expected = {n for n in expected if n.startswith("language_model.")} - {"language_model.layers.0.mlp.up_proj"}
     expected -= {n for n in expected if n.endswith(("k_proj", "v_proj"))}  # three heads of 8 are no multiple of 16
-    fp8.multiply_in_fp8(model.blocks()[0], sharded)
-    found = {n: m for n, m in model.named_modules() if "Float8" in type(m).__name__}
+    fp8.multiply_in_fp8(model.blocks()[0], sharded, has_copies)
+    kind = "StoredFp8Linear" if has_copies else "Float8Linear"
+    found = {n: m for n, m in model.named_modules() if type(m).__name__ == kind}
     assert set(found) == expected and len(expected) == 3 * 5 - 1
     assert [name for name, _ in model.named_parameters()] == names
+    if has_copies:
+        return
     for module in found.values():
         settings = module.config
         assert settings.enable_fsdp_float8_all_gather == sharded and settings.pad_inner_dim and not settings.emulate
@@ -111,7 +114,7 @@ def test_a_frozen_layer_multiplies_in_fp8(tokens: int) -> None:
     x = (drawn(1, tokens, 96) * torch.logspace(-4, 0, tokens)[:, None]).to(torch.bfloat16).requires_grad_()
     grad = drawn(1, tokens, 64)
     expected = layer(x), torch.autograd.grad(layer(x), x, grad)[0]
-    fp8.multiply_in_fp8(nn.ModuleList([layer]), sharded=False)
+    fp8.multiply_in_fp8(nn.ModuleList([layer]), sharded=False, has_copies=True)
     assert type(layer) is fp8.FrozenFp8Linear
     for own, other in zip((layer(x), torch.autograd.grad(layer(x), x, grad)[0]), expected, strict=True):
         assert own.dtype == torch.bfloat16 and own.shape == other.shape

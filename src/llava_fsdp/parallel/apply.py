@@ -10,7 +10,7 @@ from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.experts import RouterOutputs
 from llava_fsdp.model.load_weights import stored_buffers
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.parallel.compile import Compilations, choose_compiling
+from llava_fsdp.parallel.compile import Compilations, choose_compiling, explained_compiler_errors
 from llava_fsdp.parallel.context.share_rows import share_rows
 from llava_fsdp.parallel.expert_parallel import share_experts_of
 from llava_fsdp.parallel.fsdp.materialize import masters_of, materialize
@@ -93,7 +93,7 @@ def apply_parallelism(
     compilations = Compilations() if compiles else None
     watched = watch_routers(model, routers, cfg.model.balance_loss > 0, parallelism, compiles)
     compute_norms_in_fp32(model, cfg.precision)
-    multiply_in(cfg.precision.linear, parts.stacks[0], parallelism.is_sharded, parallelism.device)
+    multiply_in(cfg.precision, parts.stacks[0], parallelism.is_sharded, parallelism.device)
     experts = share_experts_of(model, parallelism)
     # Compilation and activation checkpointing before FSDP, which then gathers a block's weights before the block runs
     # again in the backward pass. Stages are made of wrapped blocks.
@@ -113,6 +113,8 @@ def apply_parallelism(
     )
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)
+    with explained_compiler_errors():
+        masters.refresh()  # after buffers are restored, because fp8 layers add buffers here
     offload.drop_loaded_shards()  # after all that writes to them
     dynamic, pipeline = None, None
     if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
@@ -158,7 +160,7 @@ def parallelize(
     """
     store_weights(model, cfg.precision, parallelism.is_sharded)
     compute_norms_in_fp32(model, cfg.precision)
-    multiply_in(cfg.precision.linear, parts.stacks[0], parallelism.is_sharded, offload.device)
+    multiply_in(cfg.precision, parts.stacks[0], parallelism.is_sharded, offload.device)
     checkpoint_blocks(parts, cfg, offload, None, has_units=False)
     shard(model, parts, cfg, parallelism, offload)
     materialize(model, offload.materialize)

@@ -30,7 +30,7 @@ def masters_of(model: nn.Module, blocks: nn.ModuleList, cfg: PrecisionConfig, co
 
     Args:
         blocks: the language model's blocks, whose layers may multiply in fp8.
-        compiled: whether torch.compile makes the kernel that adds gradients.
+        compiled: whether torch.compile makes the kernels that add gradients and that cast weights to fp8.
     """
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     summed = {m.weight: m for m in blocks.modules() if isinstance(m, SummedLinear)}

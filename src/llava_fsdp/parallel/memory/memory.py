@@ -211,7 +211,7 @@ def bytes_per_rank(
     Between the micro-batches of a step, a rank also holds the whole weights in the compute dtype if the strategy keeps
     weights gathered. Gradients that are not yet reduced are held whole, in the reduction dtype; with hybrid strategies
     they are shards that are not yet reduced over the replicas. A single rank without FSDP also holds copies of the
-    weights in the compute dtype, if that is not the master dtype.
+    weights in the compute dtype, if that is not the master dtype, or in the same memory two layouts in fp8.
 
     Args:
         shard_size: number of ranks over which hybrid strategies shard.

@@ -4,11 +4,16 @@ Layers that train become torchao's float8 layers, whose weights FSDP gathers in 
 input, weight and output gradient of a layer are each scaled by their largest element and cast to fp8 (e4m3; gradients
 e5m2), and the product is bf16. Master weights, their gradients and Adam's moments keep their dtypes.
 
+torchao's layers cast their weight in each forward and each backward pass. On a single rank with separate master weights
+the layers become `StoredFp8Linear` instead. They compute the same bits and keep their weight in fp8 between updates.
+
 If no block trains, as in stage 1, the layers become `FrozenFp8Linear`, whose scales are rowwise. torchao would also
 compute the gradients of frozen weights.
 """
 
 import importlib.util
+import math
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -20,6 +25,7 @@ MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this number for torch's scaled fp8 matrix product."""
 CURE = "choose precision=bf16"
 FP8 = torch.float8_e4m3fn
+FP8_GRADIENT = torch.float8_e5m2
 LARGEST = torch.finfo(FP8).max
 
 
@@ -45,12 +51,18 @@ def fp8_settings(sharded: bool) -> Any:
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
 
 
-def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
+def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool, has_copies: bool) -> None:
     """Replace the linear layers of blocks on the meta device by fp8 layers, in place. Parameters keep their names.
-    `sharded`: whether FSDP is used.
 
     Only layers whose sizes are multiples of 16 are replaced. Frozen layers are replaced only if all layers are frozen.
-    Raises ConfigError if no layer can be replaced."""
+
+    Args:
+        sharded: whether FSDP is used.
+        has_copies: whether the trainable parameters are copies of separate master weights (`MasterWeights`).
+
+    Raises:
+        ConfigError: no layer can be replaced.
+    """
     from torchao.float8 import convert_to_float8_training
 
     fitting = [module for module in blocks.modules() if has_fp8_sizes(module)]
@@ -63,6 +75,12 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
             f"precision.linear=fp8: no linear layer of the language model has sizes that are multiples of {MULTIPLE}; "
             f"{CURE}"
         )
+    if has_copies:
+        for layer in filter(takes_fp8, fitting):
+            layer.__class__ = StoredFp8Linear
+            for name in STORED:
+                layer.register_buffer(name, None, persistent=False)
+        return
     convert_to_float8_training(
         blocks, module_filter_fn=lambda module, _: takes_fp8(module), config=fp8_settings(sharded)
     )
@@ -82,6 +100,119 @@ def has_fp8_sizes(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer whose sizes are multiples of 16, as fp8 products need. A class derived
     from `nn.Linear`, such as a router, may compute something else, and is not taken."""
     return type(module) is nn.Linear and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+
+
+STORED = ("fp8", "fp8_transposed", "inverse_scale")
+"""Names of the buffers of a `StoredFp8Linear`."""
+
+StoreWeight = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Type of a function that casts a weight into the three buffers of a `StoredFp8Linear`, as `store_weight`."""
+
+
+class StoredFp8Linear(nn.Linear):
+    """A trainable linear layer that multiplies in fp8, and whose weight is cast once per update, by `store`.
+
+    Output and gradients have the same bits as those of torchao's `Float8Linear`. Its bf16 weight has no memory after
+    the first `store`: autograd needs the parameter only for its shape and its gradient. Two layouts in fp8 take the
+    same two bytes per element. `store` writes them in place, so that compiled blocks need not be compiled again."""
+
+    fp8: torch.Tensor | None
+    """The weight [out, in] in fp8 (e4m3), divided by `inverse_scale`. None before the first `store`."""
+    fp8_transposed: torch.Tensor | None
+    """`fp8` transposed, [in, out], contiguous."""
+    inverse_scale: torch.Tensor | None
+    """float32 []: the weight is `fp8` times this."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the layer in fp8, [..., in] -> [..., out]. `store` must have been called before."""
+        assert self.fp8 is not None, "the weight is not stored in fp8: call MasterWeights.refresh() after loading"
+        x = input.reshape(-1, self.in_features)
+        output = StoredProducts.apply(x, self.weight, self.fp8, self.fp8_transposed, self.inverse_scale)
+        output = output.reshape(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    @torch.no_grad()
+    def store(self, master: torch.Tensor, store_weight: StoreWeight) -> None:
+        """Round a master weight [out, in] to the dtype of the parameter, and store it in fp8 in place. The first call
+        allocates the buffers, and replaces the parameter's memory by one NaN for all elements, so that a use of its
+        values by mistake shows. `store_weight`: see `weight_storer`."""
+        if self.fp8 is None:
+            self.fp8 = self.weight.new_empty(self.out_features, self.in_features, dtype=FP8)
+            self.fp8_transposed = self.weight.new_empty(self.in_features, self.out_features, dtype=FP8)
+            self.inverse_scale = self.weight.new_empty((), dtype=torch.float32)
+            self.weight.data = self.weight.new_tensor(math.nan).expand_as(self.weight)
+        assert self.fp8_transposed is not None and self.inverse_scale is not None
+        store_weight(master.to(self.weight.dtype), self.fp8, self.fp8_transposed, self.inverse_scale)
+
+
+class StoredProducts(torch.autograd.Function):
+    """The three products of a linear layer in fp8, with a weight that is stored in fp8. Scales, casts, layouts and
+    padding are those of torchao/float8/float8_linear.py and float8_ops.py. Input and output gradient are cast here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        fp8: torch.Tensor,
+        fp8_transposed: torch.Tensor,
+        inverse_scale: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `x` [tokens, in] times the transpose of the weight. `weight` [out, in] receives the gradient, and its
+        values are not read; the other arguments are the buffers of `StoredFp8Linear`."""
+        ctx.save_for_backward(x, fp8_transposed, inverse_scale)
+        values, scale = cast_whole(x, FP8)
+        # fast accumulation for the output alone, which is torchao's default
+        return torch._scaled_mm(
+            values.contiguous(), fp8.t(), scale_a=scale, scale_b=inverse_scale, out_dtype=x.dtype, use_fast_accum=True
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
+        """Return the gradients of `x`, if it needs one, and of `weight`."""
+        x, fp8_transposed, inverse_scale = ctx.saved_tensors
+        values, scale = cast_whole(grad, FP8_GRADIENT)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch._scaled_mm(
+                values.contiguous(), fp8_transposed.t(), scale_a=scale, scale_b=inverse_scale, out_dtype=grad.dtype
+            )
+        x_values, x_scale = cast_whole(x, FP8)
+        # This product adds over tokens, whose number must be a multiple of 16.
+        columns, x_columns = (padded(v, MULTIPLE).t().contiguous() for v in (values, x_values))
+        of_weight = torch._scaled_mm(columns, x_columns.t(), scale_a=scale, scale_b=x_scale, out_dtype=grad.dtype)
+        return of_x, of_weight, None, None, None
+
+
+def cast_whole(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast a tensor to fp8 (`dtype`) with one scale, by its largest element, as torchao does. Also return the inverse
+    of the scale, float32 []: tensor = values * inverse."""
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    scale = tensor_to_scale(tensor, dtype)
+    return to_fp8_saturated(tensor.float() * scale, dtype), scale.reciprocal()
+
+
+def padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return a matrix with zeros after its last row, so that the number of its rows is a multiple of `multiple`."""
+    return nn.functional.pad(rows, (0, 0, 0, -len(rows) % multiple)) if multiple > 1 else rows
+
+
+def store_weight(
+    weight: torch.Tensor, fp8: torch.Tensor, fp8_transposed: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """Cast a weight [out, in] into the buffers of a `StoredFp8Linear`, in place."""
+    values, inverse = cast_whole(weight, FP8)
+    fp8.copy_(values)
+    fp8_transposed.copy_(values.t())
+    inverse_scale.copy_(inverse)
+
+
+def weight_storer(compiled: bool) -> StoreWeight:
+    """Return `store_weight`, compiled by torch.compile if `compiled`, with the same results. Separate kernels of torch
+    would read and write about 30 bytes per element, a compiled one about 6. A weight must already be rounded to bf16:
+    the compiler drops a cast to bf16 that is followed by a cast to float32."""
+    return torch.compile(store_weight, dynamic=False) if compiled else store_weight
 
 
 class FrozenFp8Linear(nn.Linear):

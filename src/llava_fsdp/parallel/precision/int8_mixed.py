@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._triton import has_triton
 
-from llava_fsdp.parallel.precision.fp8 import CURE, MULTIPLE, takes_fp8
+from llava_fsdp.parallel.precision.fp8 import CURE, MULTIPLE, padded, takes_fp8
 from llava_fsdp.runtime.errors import ConfigError
 
 PADDED_TO = {"cuda": 512, "cpu": 1}
@@ -76,11 +76,6 @@ class Int8Products(torch.autograd.Function):
         grad = padded(grad, ctx.padded_to)
         of_x = int8_product(grad, weight)[: len(x)] if ctx.needs_input_grad[0] else None
         return of_x, int8_product(grad.T, padded(x, ctx.padded_to)) if ctx.needs_input_grad[1] else None, None
-
-
-def padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return a matrix with zeros after its last row, so that the number of its rows is a multiple of `multiple`."""
-    return nn.functional.pad(rows, (0, 0, 0, -len(rows) % multiple)) if multiple > 1 else rows
 
 
 def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

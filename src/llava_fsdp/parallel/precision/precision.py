@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from llava_fsdp.config import DType, MasterDType, PrecisionConfig
-from llava_fsdp.parallel.precision.fp8 import prepare_scales
+from llava_fsdp.parallel.precision.fp8 import StoredFp8Linear, prepare_scales, weight_storer
 from llava_fsdp.parallel.precision.summed_linear import SummedLinear
 
 DTYPES = {DType.bf16: torch.bfloat16, DType.fp16: torch.float16, DType.fp32: torch.float32}
@@ -71,7 +71,7 @@ class MasterWeights:
     Otherwise, which is possible only on a single rank, the model's parameters are copies of the master weights in the
     compute dtype. The backward pass adds the gradients of the copies to those of the master weights, in the master
     dtype, and `refresh` updates the copies after an optimizer step. The results are bit for bit those of `fully_shard`
-    on one rank.
+    on one rank. Layers that store their weight in fp8 have no such copy: `refresh` casts the master weight for them.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MasterWeights:
         Args:
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.
             in_fp8: the model, if some of its layers multiply in fp8; else None.
-            compiled: whether torch.compile makes the kernel that adds gradients.
+            compiled: whether torch.compile makes the kernels that add gradients and that cast weights to fp8.
             summed: weight -> the layer that adds its gradient within a product, to the gradient of the master weight.
         """
         self.named: dict[str, nn.Parameter] = {}
@@ -96,6 +96,10 @@ class MasterWeights:
         """Master weights whose gradients layers add within products, and these gradients."""
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._in_fp8 = in_fp8
+        self._stored: list[tuple[StoredFp8Linear, nn.Parameter]] = []
+        self._store_weight = weight_storer(compiled)
+        modules = in_fp8.modules() if in_fp8 is not None else ()
+        layers = {module.weight: module for module in modules if isinstance(module, StoredFp8Linear)}
         add = gradient_adder(compiled)
         for name, parameter in trainable.items():
             if parameter.dtype in (torch.float32, master):
@@ -103,7 +107,10 @@ class MasterWeights:
                 continue
             kept = nn.Parameter(torch.empty_like(parameter, dtype=master))
             self.named[name] = kept
-            self._copies.append((parameter, kept))
+            if parameter in layers:
+                self._stored.append((layers[parameter], kept))
+            else:
+                self._copies.append((parameter, kept))
             if summed and parameter in summed:
                 kept.grad = summed[parameter].gradient_sum = torch.zeros_like(kept)
                 self._sums.append((kept, kept.grad))
@@ -120,9 +127,11 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Update what depends on the master weights after they have changed: their copies in the compute dtype, and the
-        scales of fp8 layers. Collective if layers multiply in fp8."""
+        weights or the scales of fp8 layers. Collective if FSDP gathers weights in fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
+        for layer, master in self._stored:
+            layer.store(master, self._store_weight)
         if self._in_fp8 is not None:
             prepare_scales(self._in_fp8)
 
