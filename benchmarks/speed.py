@@ -357,9 +357,8 @@ def time_way(way: Way, work: Work, options: argparse.Namespace, rows: list[Repor
         row.update(found)
         save()
 
-    if way.is_move and (lack := missing(way, work)):
-        found: Report = {"not_run": lack}
-    elif way.needs is not None and importlib.util.find_spec(way.needs) is None:
+    found: Report
+    if way.needs is not None and importlib.util.find_spec(way.needs) is None:
         found = {"not_run": f"{way.needs} is not installed"}
     elif way.peer == "deepspeed" and not torch.cuda.is_available():
         found = {"not_run": "needs a GPU here; benchmarks/peers.py has it on the CPU"}
@@ -369,15 +368,6 @@ def time_way(way: Way, work: Work, options: argparse.Namespace, rows: list[Repor
     row.update(found)
     why = f"NOT RUN: {row['not_run']}" if "not_run" in row else row.get("failed") or min(row["seconds"])
     print(f"{way.name}: {why}", flush=True)
-
-
-def missing(way: Way, work: Work) -> str | None:
-    """Why this version does not have a way: its configuration is refused."""
-    try:
-        configure(work, way.overrides)
-    except Exception as error:
-        return f"this version has no such variant ({reason(error)})"
-    return None
 
 
 def start(
