@@ -49,6 +49,7 @@ def run(arguments: Sequence[str], work: Path) -> tuple[float, float]:
         SystemExit: it failed.
     """
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src"), "DS_ACCELERATOR": "cpu"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process would compile the modules that it imports
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     shutil.rmtree(work / "out", ignore_errors=True)  # a run that has ended is not trained again
     started, wall = spent(), time.perf_counter()

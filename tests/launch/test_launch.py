@@ -114,7 +114,8 @@ def test_quickstart_trains_both_stages_and_evaluates(machine: Machine, gpus: int
     assert done.returncode == 0, done.stderr
     train = f"train --nproc-per-node {ranks} stage="
     commands = machine.notes.read_text().splitlines()[1:]  # behind the installation
-    assert commands == [f"{train}pretrain shutdown=", f"{train}finetune shutdown=", "-m llava_fsdp.evaluate"]
+    end = " shutdown=" if gpus else " precision=fp32 shutdown="
+    assert commands == [f"{train}pretrain{end}", f"{train}finetune epochs=2{end}", "-m llava_fsdp.evaluate"]
     pages, shell, following = done.stderr.splitlines()[-3:]
     assert pages.endswith("outputs/pretrain/report.html, outputs/finetune/report.html")
     assert shell.endswith("source .venv/bin/activate") and following.endswith("./examples/real/run.sh")
