@@ -201,7 +201,7 @@ def train_step(state: TrainState, cfg: Config) -> float:
     assert math.isfinite(loss) and math.isfinite(norm.item()), f"step {state.step + 1}: loss {loss}, norm {norm}"
     state.optimizer.step()  # each rank updates its own shards, for which alone it has moments
     state.masters.refresh()  # in bf16 on one rank, where the weights that compute are copies of those in fp32
-    state.optimizer.zero_grad(set_to_none=True)
+    state.masters.free_gradients()
     state.samples += len(loader.steps.sampler.samples(state.step))
     state.step += 1
     if state.parallelism.is_first:

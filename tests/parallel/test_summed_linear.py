@@ -46,7 +46,7 @@ class Block(nn.Module):
 def summed_blocks(count: int) -> tuple[nn.ModuleList, MasterWeights]:
     torch.manual_seed(3)
     blocks = nn.ModuleList(Block() for _ in range(count))
-    add_in_products(blocks, sharded=False, device=torch.device("cpu"))
+    add_in_products(blocks, sharded=False)
     layers = {module.weight: module for module in blocks.modules() if isinstance(module, SummedLinear)}
     masters = MasterWeights(dict(blocks.named_parameters()), summed=layers)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_layer_computes_as_before_and_adds_unrounded_products() -> None:
     torch.manual_seed(0)
     layer, plain = Block().up, Block().up
     plain.load_state_dict(layer.state_dict())
-    add_in_products(nn.ModuleList([layer]), sharded=False, device=torch.device("cpu"))
+    add_in_products(nn.ModuleList([layer]), sharded=False)
     assert isinstance(layer, SummedLinear)
     layer.gradient_sum = torch.zeros(37, 23)
     wanted = torch.zeros(37, 23)
@@ -120,7 +120,7 @@ def test_one_graph_for_all_blocks_sizes_and_updates(backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(sums[:half], sums[half:], strict=True))
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "dynamic"])
 def test_gradients_of_a_step_are_sums_of_unrounded_products(mode: str, configure: Configure) -> None:
     """Beside the same model with plain layers, whose factors of each product hooks keep."""
     wanted: dict[str, torch.Tensor] = {}
@@ -185,6 +185,7 @@ def test_refused(configure: Configure) -> None:
     for values, key in (
         (["precision=fp32", "precision.linear=fp32_sums"], "param_dtype"),
         (["precision=bf16_pure", "precision.linear=fp32_sums"], "master_dtype"),
+        ([*SUMS, "precision.reduce_dtype=bf16"], "reduce_dtype"),
         ([*SUMS, "offload=optimizer"], "offload"),
         ([*SUMS, "model.train=[projector]"], "model.train"),
         ([*SUMS, "stage=finetune_lora"], "lora"),
@@ -192,6 +193,19 @@ def test_refused(configure: Configure) -> None:
         with pytest.raises(ConfigError, match=key):
             configure(*values)
     with pytest.raises(ConfigError, match="one rank"):
-        add_in_products(nn.ModuleList([Block()]), sharded=True, device=torch.device("cpu"))
+        add_in_products(nn.ModuleList([Block()]), sharded=True)
     with pytest.raises(ConfigError, match="one rank"):
         plan(configure(*SUMS), gpus=2)
+
+
+def test_sums_are_no_activations(configure: Configure) -> None:
+    """`activation_checkpointing=dynamic` measures what each block keeps, which is the same with plain layers."""
+    kept = []
+    for linear in ("same", "fp32_sums"):
+        cfg = configure(*SUMS, f"precision.linear={linear}", "activation_checkpointing=dynamic", to=linear)
+        state = begin(single_world(), cfg)
+        assert state.dynamic is not None
+        for step in [*agreed_steps(state.loader)][:2]:  # they measure in the second
+            state.dynamic.after_step(train_step(state, step, cfg, 0.0).skipped)
+        kept.append([run.nbytes for block in state.dynamic.blocks for run in block.runs])
+    assert kept[0] == kept[1] and all(kept[0])

@@ -134,7 +134,10 @@ def check_divided(cfg: TrainingKeys) -> None:
         "activation_checkpointing=budget": (is_budget, "activation_checkpointing=selective"),
         "activation_checkpointing=dynamic": (is_dynamic, "activation_checkpointing=auto"),
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
-        f"precision.linear={precision.linear.value}": (precision.linear is not LinearKind.same, "precision=bf16"),
+        f"precision.linear={precision.linear.value}": (
+            precision.linear is not LinearKind.same,
+            "precision.linear=same",
+        ),
         f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
     }
     with_tensor = {
@@ -165,14 +168,14 @@ def check_divided(cfg: TrainingKeys) -> None:
 
 
 def check_base(cfg: TrainingKeys) -> None:
-    """Raise ConfigError for settings that contradict a frozen or quantized language model: matrix products in 8 bits
-    (`precision.linear`) if it has adapters, products in int8 if it is frozen without them, and an offload that would
-    move quantized weights to the host."""
+    """Raise ConfigError for settings that contradict a frozen or quantized language model: `precision.linear` if it has
+    adapters, `int8_mixed` and `fp32_sums` if it is frozen without them, and an offload that would move quantized
+    weights to the host."""
     mode, linear = cfg.model.quantize.mode, cfg.precision.linear
     if cfg.model.lora.enabled and linear is not LinearKind.same:
         raise ConfigError(
             f"precision.linear={linear.value} is for weights that train, and model.lora.enabled=true freezes them; "
-            "choose precision=bf16"
+            "set precision.linear=same"
         )
     if mode is not Quantizer.none and cfg.offload.mode.moves_weights:
         raise ConfigError(
@@ -182,7 +185,7 @@ def check_base(cfg: TrainingKeys) -> None:
     if linear in (LinearKind.int8_mixed, LinearKind.fp32_sums) and Part.language not in cfg.model.trained:
         raise ConfigError(
             f"precision.linear={linear.value} is for a language model that trains, and model.train="
-            f"{cfg.model.train} freezes it; choose precision=bf16"
+            f"{cfg.model.train} freezes it; set precision.linear=same"
         )
 
 

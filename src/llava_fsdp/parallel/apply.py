@@ -109,7 +109,7 @@ def apply_parallelism(
     materialize(model, offload.materialize, roots)
     masters = masters_of(model, parts.stacks[0], cfg.precision, compiles)
     log_useless_settings(
-        cfg.sharding, parts.stacks, parallelism.shards, sum(map(count_reduced, roots)), parallelism.is_first
+        cfg.sharding, parts.stacks, parallelism.shards, max(map(count_reduced, roots)), parallelism.is_first
     )
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)

@@ -217,11 +217,13 @@ class PrecisionConfig:
                 f"precision.linear={linear} is for param_dtype=bf16, not for {self.param_dtype.value}; choose "
                 f"precision={linear if self.linear.in_8_bits else 'bf16'}"
             )
-        if self.linear is LinearKind.fp32_sums and self.master_dtype is MasterDType.bf16:
-            raise ConfigError(
-                "precision.linear=fp32_sums adds gradients in fp32, and those of precision.master_dtype=bf16 are bf16; "
-                "choose precision.linear=same, or precision.master_dtype=fp32"
-            )
+        if self.linear is LinearKind.fp32_sums:
+            for key in ("master_dtype", "reduce_dtype"):
+                if getattr(self, key).value == "bf16":
+                    raise ConfigError(
+                        f"precision.linear=fp32_sums adds gradients in fp32, and precision.{key}=bf16 asks for bf16; "
+                        f"set precision.{key}=fp32, or precision.linear=same"
+                    )
         if self.param_dtype is not DType.fp16 and self.scaler != ScalerConfig():
             raise ConfigError(
                 f"precision.scaler is for precision=fp16, and not for {self.param_dtype.value}: bf16 and fp32, which "

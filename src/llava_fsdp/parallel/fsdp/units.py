@@ -37,7 +37,7 @@ def shard(
     without a mesh.
 
     The root unit and the output layer are not freed after the forward pass, because the backward pass begins with
-    them. The output layer's gradient is reduced first, and the root unit's last.
+    them. The output layer's gradient is reduced first, and last the root unit's, then that of fp32 norms.
 
     Trainable norms that compute in fp32 form one more unit. The module that gathers it becomes `model.gathered_first`.
 
@@ -160,7 +160,7 @@ def reduce_at_once(model: nn.Module, count: int) -> None:
     """Let FSDP reduce the gradients of `count` units at the same time. With 1, FSDP2's default, the backward
     pass waits before each reduce-scatter until the one before it is done, and then frees that one's input, a copy of a
     unit's gradients. Each further one takes the memory of another input (`FSDPParamGroup.post_backward` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:640).
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
 
     Raises:
         ConfigError: this torch keeps one input only; torch 2.13 is the first that can keep more.

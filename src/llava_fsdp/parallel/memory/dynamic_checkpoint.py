@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import ActivationCheckpointingConfig
+from llava_fsdp.parallel.precision.summed_linear import SummedLinear
 from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.process.host import process_memory, read_host
@@ -123,7 +124,8 @@ class DynamicBlock(ActivationWrapper):
         bytes that it would keep. That needs no more memory than recomputing, and FSDP has gathered the weights."""
         block = self._checkpoint_wrapped_module
         excluded: dict[int, int] = {}
-        for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers()):
+        sums = [module.gradient_sum for module in block.modules() if isinstance(module, SummedLinear)]
+        for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers(), *sums):
             excluded |= storages_of(tensor)
         saved: dict[int, int] = {}
 

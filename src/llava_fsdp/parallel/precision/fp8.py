@@ -1,8 +1,9 @@
 """Replace linear layers by layers that multiply in fp8.
 
-Layers that train become torchao's float8 layers, whose weights FSDP gathers in fp8. Scaling is tensorwise and dynamic:
-input, weight and output gradient of a layer are each scaled by their largest element and cast to fp8 (e4m3; gradients
-e5m2), and the product is bf16. Master weights, their gradients and Adam's moments keep their dtypes.
+With FSDP, and with bf16 master weights, layers that train become torchao's float8 layers, whose weights FSDP gathers in
+fp8. Scaling is tensorwise and dynamic: input, weight and output gradient of a layer are each scaled by their largest
+element and cast to fp8 (e4m3; gradients e5m2), and the product is bf16. Master weights, their gradients and Adam's
+moments keep their dtypes.
 
 torchao's layers cast their weight in each forward and each backward pass. On a single rank with separate master weights
 the layers become `StoredFp8Linear` instead. They compute the same bits and keep their weight in fp8 between updates.

@@ -25,4 +25,4 @@ def multiply_in(cfg: PrecisionConfig, blocks: nn.ModuleList, sharded: bool, devi
     elif cfg.linear is LinearKind.int8_mixed:
         multiply_in_int8(blocks, PADDED_TO[device.type])
     elif cfg.linear is LinearKind.fp32_sums:
-        add_in_products(blocks, sharded, device)
+        add_in_products(blocks, sharded)

@@ -71,7 +71,8 @@ class MasterWeights:
     Otherwise, which is possible only on a single rank, the model's parameters are copies of the master weights in the
     compute dtype. The backward pass adds the gradients of the copies to those of the master weights, in the master
     dtype, and `refresh` updates the copies after an optimizer step. The results are bit for bit those of `fully_shard`
-    on one rank. Layers that store their weight in fp8 have no such copy: `refresh` casts the master weight for them.
+    on one rank, except with `precision.linear=fp32_sums`, whose layers add gradients themselves. Layers that store
+    their weight in fp8 have no such copy: `refresh` casts the master weight for them.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class MasterWeights:
         summed: Mapping[torch.Tensor, SummedLinear] | None = None,
     ):
         """Create a master weight for each trainable parameter whose dtype is neither `master` nor fp32, uninitialised,
-        and a hook that adds the parameter's gradient to it.
+        and a hook that adds the parameter's gradient to it, unless its layer does (`summed`).
 
         Args:
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.

@@ -19,16 +19,14 @@ KEY = "precision.linear=fp32_sums"
 CURE = "choose precision.linear=same"
 
 
-def add_in_products(blocks: nn.ModuleList, sharded: bool, device: torch.device) -> None:
+def add_in_products(blocks: nn.ModuleList, sharded: bool) -> None:
     """Replace the trainable linear layers of blocks on the meta device, in place. Parameters keep their names. A class
     derived from `nn.Linear`, such as a router, may compute something else, and is not replaced.
 
     Raises:
-        ConfigError: FSDP is used (`sharded`), the installed torch lacks the product, or no layer can be replaced.
+        ConfigError: FSDP is used (`sharded`), or no layer can be replaced.
     """
     check_one_rank(sharded)
-    if device.type == "cuda" and getattr(torch.ops.aten.addmm, "dtype_out", None) is None:
-        raise ConfigError(f"{KEY} needs torch 2.11 or later, and this is {torch.__version__}; {CURE}")
     layers = [module for module in blocks.modules() if type(module) is nn.Linear and module.weight.requires_grad]
     if not layers:
         raise ConfigError(f"{KEY}: no linear layer of the language model's blocks trains; {CURE}")
@@ -47,8 +45,8 @@ class SummedLinear(nn.Linear):
     """A linear layer whose backward pass adds the gradient of its weight to `gradient_sum`, and returns none for it."""
 
     gradient_sum: torch.Tensor
-    """Sum of the weight's gradients over the micro-batches of a step, fp32 [out, in]. Whoever builds the optimizer sets
-    it, and fills it with zeros before each step."""
+    """Sum of the weight's gradients over the micro-batches of a step, fp32 [out, in], which is the gradient of the
+    master weight. `MasterWeights` sets it, and its `free_gradients` fills it with zeros after each step."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():

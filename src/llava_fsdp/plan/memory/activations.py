@@ -183,7 +183,7 @@ class ActivationMeter:
 
 def sum_on_meta(blocks: nn.ModuleList, master: torch.dtype) -> None:
     """Make linear layers of blocks on the meta device add gradients within products, to sums of the dtype `master`."""
-    add_in_products(blocks, sharded=False, device=torch.device("meta"))
+    add_in_products(blocks, sharded=False)
     for module in blocks.modules():
         if isinstance(module, SummedLinear):
             module.gradient_sum = torch.empty_like(module.weight, dtype=master)

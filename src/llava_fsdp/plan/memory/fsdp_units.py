@@ -25,8 +25,7 @@ class Unit:
     cast: int
     """The copy of this rank's shards in the compute dtype, made at the start of an all-gather."""
     reduce_input: int
-    """The reduce-scatter's input, held until the reduce-scatter of the unit begins that comes `sharding.reductions`
-    units later."""
+    """The reduce-scatter's input, held until `sharding.reductions` further units have begun to reduce."""
     reduce_output: int
     """The reduce-scatter's output and, if weights are not sharded, the copy that FSDP2 makes of it."""
     waiting_output: int

@@ -243,7 +243,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
     text = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
     text += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
     if precision.linear is LinearKind.fp32_sums:
-        text += ", within the products of linear layers"
+        text += ", those of blocks within products"
     if precision.linear.in_8_bits:
         number = precision.linear.value.removesuffix("_mixed")
         text += f"; linear layers of the language model's blocks multiply in {number}"
