@@ -205,6 +205,7 @@ def test_blocks_are_compiled_once(compiler: Any) -> None:
     assert count.total == 1
 
 
+@pytest.mark.slow
 def test_the_compiled_cast_of_a_weight_has_the_same_bits() -> None:
     torch.manual_seed(0)
     found = []
@@ -243,6 +244,7 @@ def stored_layers(state: TrainState) -> list[fp8.StoredFp8Linear]:
     return [module for module in state.model.modules() if isinstance(module, fp8.StoredFp8Linear)]
 
 
+@pytest.mark.slow
 def test_a_run_has_the_bits_of_one_with_torchaos_layers(
     wide: Path, dataset: Path, tmp_path: Path, layers_of_torchao: pytest.MonkeyPatch
 ) -> None:
