@@ -56,7 +56,7 @@ class Pair:
         fp8.multiply_in_fp8(self.torchao, sharded=False, has_copies=False)
         fp8.multiply_in_fp8(self.own, sharded=False, has_copies=True)
         assert type(self.torchao[0].up).__name__ == "Float8Linear" and type(self.own[0].up) is fp8.StoredFp8Linear
-        self.masters = MasterWeights(dict(self.own.named_parameters()), in_fp8=self.own)
+        self.masters = MasterWeights(dict(self.own.named_parameters()), blocks=self.own)
         self.load()
 
     @torch.no_grad()

@@ -47,8 +47,7 @@ def summed_blocks(count: int) -> tuple[nn.ModuleList, MasterWeights]:
     torch.manual_seed(3)
     blocks = nn.ModuleList(Block() for _ in range(count))
     add_in_products(blocks, sharded=False)
-    layers = {module.weight: module for module in blocks.modules() if isinstance(module, SummedLinear)}
-    masters = MasterWeights(dict(blocks.named_parameters()), summed=layers)
+    masters = MasterWeights(dict(blocks.named_parameters()), blocks=blocks)
     with torch.no_grad():
         for name, parameter in blocks.named_parameters():
             masters.named[name].copy_(parameter)

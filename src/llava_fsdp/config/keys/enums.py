@@ -228,8 +228,8 @@ class LinearKind(Enum):
     same = "same"
     """The products are in precision.param_dtype."""
     fp32_sums = "fp32_sums"
-    """As `same`, and the product that makes a weight's gradient adds it to the fp32 sum over micro-batches, unrounded.
-    One rank alone."""
+    """The products are in precision.param_dtype, except the gradient of a weight: its product adds it to the fp32 sum
+    over micro-batches without rounding it. For one rank only."""
     fp8 = "fp8"
     """Their factors are cast to fp8, and the products are in param_dtype."""
     int8_mixed = "int8_mixed"

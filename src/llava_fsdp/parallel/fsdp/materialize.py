@@ -7,7 +7,6 @@ from torch import nn
 from llava_fsdp.config import LinearKind, PrecisionConfig
 from llava_fsdp.parallel.local_shards import clean_name
 from llava_fsdp.parallel.precision.precision import MASTERS, MasterWeights
-from llava_fsdp.parallel.precision.summed_linear import SummedLinear
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object], roots: Sequence[nn.Module] = ()) -> None:
@@ -33,6 +32,5 @@ def masters_of(model: nn.Module, blocks: nn.ModuleList, cfg: PrecisionConfig, co
         compiled: whether torch.compile makes the kernels that add gradients and that cast weights to fp8.
     """
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    summed = {m.weight: m for m in blocks.modules() if isinstance(m, SummedLinear)}
     has_scales = cfg.linear is LinearKind.fp8 and any(p.requires_grad for p in blocks.parameters())
-    return MasterWeights(trainable, MASTERS[cfg.master_dtype], model if has_scales else None, compiled, summed)
+    return MasterWeights(trainable, MASTERS[cfg.master_dtype], blocks, has_scales, compiled)

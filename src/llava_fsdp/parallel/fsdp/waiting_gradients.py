@@ -32,7 +32,7 @@ def add_with_kernel(root: nn.Module, compiled: bool) -> None:
 
     def hook_gathered(*_: Any) -> None:
         """Register a hook on each gathered parameter, which FSDP creates when it gathers a unit for the first time."""
-        for parameter in [p for p in left if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]:
+        for parameter in [p for p in left if hasattr(p, "_unsharded_param")]:
             del left[parameter]
             if not isinstance(parameter._unsharded_param, DTensor):
                 parameter._unsharded_param.register_post_accumulate_grad_hook(GradientIntoWaiting(parameter, add))

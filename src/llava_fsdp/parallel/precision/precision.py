@@ -1,6 +1,6 @@
 """Set the dtypes in which weights are stored, used in the forward and backward pass, and updated by the optimizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -79,28 +79,27 @@ class MasterWeights:
         self,
         trainable: dict[str, nn.Parameter],
         master: torch.dtype = torch.float32,
-        in_fp8: nn.Module | None = None,
+        blocks: nn.Module | None = None,
+        has_scales: bool = False,
         compiled: bool = False,
-        summed: Mapping[torch.Tensor, SummedLinear] | None = None,
     ):
         """Create a master weight for each trainable parameter whose dtype is neither `master` nor fp32, uninitialised,
-        and a hook that adds the parameter's gradient to it, unless its layer does (`summed`).
+        and a hook that adds the parameter's gradient to it, unless its layer does.
 
         Args:
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.
-            in_fp8: the model, if some of its layers multiply in fp8; else None.
+            blocks: those whose layers may keep their weight in fp8, or add gradients themselves; None: there are none.
+            has_scales: whether torchao's layers in `blocks` have fp8 scales that depend on the weights.
             compiled: whether torch.compile makes the kernels that add gradients and that cast weights to fp8.
-            summed: weight -> the layer that adds its gradient within a product, to the gradient of the master weight.
         """
         self.named: dict[str, nn.Parameter] = {}
         self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Master weights whose gradients layers add within products, and these gradients."""
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._in_fp8 = in_fp8
         self._stored: list[tuple[StoredFp8Linear, nn.Parameter]] = []
         self._store_weight = weight_storer(compiled)
-        modules = in_fp8.modules() if in_fp8 is not None else ()
-        layers = {module.weight: module for module in modules if isinstance(module, StoredFp8Linear)}
+        modules = blocks.modules() if blocks is not None else ()
+        layers = {m.weight: m for m in modules if isinstance(m, StoredFp8Linear | SummedLinear)}
         add = gradient_adder(compiled)
         for name, parameter in trainable.items():
             if parameter.dtype in (torch.float32, master):
@@ -108,15 +107,18 @@ class MasterWeights:
                 continue
             kept = nn.Parameter(torch.empty_like(parameter, dtype=master))
             self.named[name] = kept
-            if parameter in layers:
-                self._stored.append((layers[parameter], kept))
+            layer = layers.get(parameter)
+            if isinstance(layer, StoredFp8Linear):
+                self._stored.append((layer, kept))
             else:
                 self._copies.append((parameter, kept))
-            if summed and parameter in summed:
-                kept.grad = summed[parameter].gradient_sum = torch.zeros_like(kept)
+            if isinstance(layer, SummedLinear):
+                kept.grad = layer.gradient_sum = torch.zeros_like(kept)
                 self._sums.append((kept, kept.grad))
                 continue
             parameter.register_post_accumulate_grad_hook(GradientInto(kept, add))
+        # layers that keep their weight in fp8 keep its scale too
+        self._with_scales = blocks if has_scales and not self._stored else None
 
     def free_gradients(self) -> None:
         """Free the gradients of all master weights. Those that layers add within products become zeros instead."""
@@ -133,8 +135,8 @@ class MasterWeights:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         for layer, master in self._stored:
             layer.store(master, self._store_weight)
-        if self._in_fp8 is not None:
-            prepare_scales(self._in_fp8)
+        if self._with_scales is not None:
+            prepare_scales(self._with_scales)
 
 
 class GradientInto:
